@@ -1,0 +1,126 @@
+"""The one door to the compiled kernels: torch tensors in, raw pointers out.
+
+``csrc`` knows neither torch nor Python objects: its functions take pointers, sizes, strides and (on CUDA) a
+stream, allocate nothing and never synchronise. The CPU extension ``megatron_hybrid._C`` and the CUDA one
+``megatron_hybrid._C_cuda`` export the same functions; the tensor's device picks one, at call time.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+from .formats import ELEMENTS, ROWWISE, Format
+
+_MODULES = {"cpu": "megatron_hybrid._C", "cuda": "megatron_hybrid._C_cuda"}
+_SRC_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_SCALE_RULES = {"none": 0, "fp32": 1, "e8m0": 2, "e4m3_amax": 3}
+
+
+@functools.lru_cache(maxsize=None)
+def extension(device_type: str):
+    """The compiled module for a device type. Raises ``RuntimeError`` saying how to build it when it is missing."""
+    name = _MODULES.get(device_type)
+    if name is None:
+        raise RuntimeError(f"no kernels for device type {device_type!r}; supported: {', '.join(_MODULES)}")
+    try:
+        return importlib.import_module(name)
+    except ImportError as exc:
+        need = "a C++17 compiler" if device_type == "cpu" else "nvcc on PATH"
+        raise RuntimeError(
+            f"the {device_type} kernels ({name}) are not built or cannot be loaded: {exc}. "
+            f"Build them with `pip install -e . --no-build-isolation` ({need} required)."
+        ) from exc
+
+
+@functools.lru_cache(maxsize=None)
+def _spec(device_type: str, fmt: Format, direction: str):
+    """The C++ description of one direction of a format.
+
+    ``block_m``/``block_k``: the scale block in the (M, K) tensor, 0 for the whole extent. ``axis``: 0 when
+    the contraction runs along K (rowwise), 1 when along M (columnwise).
+    """
+    bm, bk = fmt.block(direction)
+    return extension(device_type).FormatSpec(
+        element=tuple(ELEMENTS).index(fmt.element),  # 0 e4m3, 1 e5m2, 2 e2m1
+        scale_rule=_SCALE_RULES[fmt.scale],
+        axis=0 if direction == ROWWISE else 1,
+        block_m=bm or 0,
+        block_k=bk or 0,
+        pow2=fmt.pow2,
+        eps=fmt.eps,
+        outer_rows=fmt.outer_axis == "row",
+        rht=fmt.rht,
+        sr=fmt.sr,
+    )
+
+
+def spec(fmt: Format, direction: str, device: torch.device):
+    return _spec(device.type, fmt, direction)
+
+
+def _where(t: torch.Tensor) -> tuple[int, int]:
+    """(stream, threads) of a call: the current CUDA stream, or 0 and torch's CPU thread count."""
+    if t.device.type == "cuda":
+        return torch.cuda.current_stream(t.device).cuda_stream, 0
+    return 0, torch.get_num_threads()
+
+
+def _ptr(t: torch.Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+def _matrix(x: torch.Tensor) -> tuple:
+    """Pointer, dtype code, M, K and both strides (in elements) of a 2-D high-precision tensor."""
+    if x.dim() != 2:
+        raise ValueError(f"kernels take a 2-D tensor, found shape {tuple(x.shape)}")
+    code = _SRC_DTYPES.get(x.dtype)
+    if code is None:
+        raise ValueError(f"cannot quantize dtype {x.dtype}; supported: float32, bfloat16, float16")
+    return x.data_ptr(), code, x.shape[0], x.shape[1], x.stride(0), x.stride(1)
+
+
+def amax(x: torch.Tensor, fmt: Format, direction: str, out: torch.Tensor) -> torch.Tensor:
+    """Outer amaxes of ``x`` (M, K) for a cast: float32 ``out`` of ``fmt.amax_shape``; after the Hadamard
+    transform where the format has one. Per-tensor and per-row FP8 propagate NaN; NVFP4 ignores it."""
+    extension(x.device.type).amax(spec(fmt, direction, x.device), *_matrix(x), out.data_ptr(), *_where(x))
+    return out
+
+
+def quantize(x, fmt, direction, *, qdata, scale, amax=None, transposed=False, fixed_scale=False, rng=None,
+             row_ids=None, noop=None):  # fmt: skip
+    """Cast ``x`` (M, K) into preallocated ``qdata`` and ``scale``.
+
+    qdata: uint8, contiguous, (M, K) or, ``transposed``, (K, M); FP4 packs two codes a byte along its last
+    dimension, the even one in the low nibble, ceil(last/2) bytes a row. scale: ``fmt.scale_shape``, contiguous;
+    float32 decode scales (fp32 rule), or uint8 E8M0 / E4M3 bytes. amax: float32 ``fmt.amax_shape``, read, for
+    formats that have an outer amax. fixed_scale: `amax` holds the *encode scale* itself (delayed scaling).
+    rng: int64 tensor (seed, tensor_id, step * microbatches + microbatch, row offset, column offset, global K)
+    on x's device, for `sr`; row_ids: int64 (M,) global row of each row, instead of the row offset. noop: int32 device flag; non-zero leaves every output untouched.
+    """
+    extension(x.device.type).quantize(
+        spec(fmt, direction, x.device), *_matrix(x), _ptr(qdata), transposed, _ptr(scale), _ptr(amax), fixed_scale,
+        _ptr(rng), _ptr(row_ids), _ptr(noop), *_where(x)
+    )  # fmt: skip
+
+
+def dequantize(qdata, scale, amax, fmt, direction, M, K, *, transposed, out, outer=True, inverse_rht=True):
+    """Decode into ``out``, a strided (M, K) float32 / bfloat16 / float16 tensor (nearest even from FP32).
+
+    ``outer=False`` leaves NVFP4's outer scale 1/enc out (a GEMM applies it in its epilogue);
+    ``inverse_rht=False`` stays in the transformed domain."""
+    ptr, code, m, k, sm, sk = _matrix(out)
+    if (m, k) != (M, K):
+        raise ValueError(f"dequantize into {(m, k)}, expected {(M, K)}")
+    extension(out.device.type).dequantize(
+        spec(fmt, direction, out.device), _ptr(qdata), transposed, _ptr(scale), _ptr(amax), ptr, code, M, K, sm, sk,
+        outer, inverse_rht, *_where(out)
+    )  # fmt: skip
+
+
+def outer_scale(amax: torch.Tensor, fmt: Format, out: torch.Tensor) -> torch.Tensor:
+    """NVFP4's decode factor 1/enc (float32, elementwise) from outer amaxes."""
+    extension(amax.device.type).outer_scale(amax.data_ptr(), out.data_ptr(), amax.numel(), *_where(amax))
+    return out
