@@ -1,0 +1,99 @@
+"""Start a worker script under torchrun from a test, with its output in the failure message.
+
+    from launch import torchrun                       # tests/distributed is on the path of its own tests
+    result = torchrun(2, "run_something.py", "--tensor-model-parallel-size", "2")
+    assert "RESULT" in result.stdout
+
+A launch costs 10 to 20 seconds on two cores, most of it imports, so a worker should do many checks.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+HERE = Path(__file__).resolve().parent
+REPOSITORY = HERE.parent.parent
+TAIL_LINES = 80
+GRACE_SECONDS = 10
+
+
+def tail(text: str, num_lines: int = TAIL_LINES) -> str:
+    """The last lines of a worker's output."""
+    lines = text.splitlines()
+    cut = [f"... {len(lines) - num_lines} lines left out"] if len(lines) > num_lines else []
+    return "\n".join(cut + lines[-num_lines:])
+
+
+def torchrun(nproc, script, *args, env=None, timeout=240, check=True, cwd=None):
+    """Run ``script`` (a path, or a name in this folder) on ``nproc`` ranks of this machine.
+
+    ``script`` may also be ``"-m package.module"``. ``env`` adds to the environment. stdout and stderr of
+    all ranks come back together as ``CompletedProcess.stdout``. With ``check``, an exit status other than
+    0 fails the test and prints the output's tail; running past ``timeout`` seconds always fails it.
+    """
+    target = script.split() if str(script).startswith("-m ") else [str(HERE / script)]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run"),
+        *("--nproc-per-node", str(nproc), "--max-restarts", "0"),
+        # Port 0: the store binds a free port itself, so two launches at once cannot meet on one.
+        *("--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"),
+        *target,
+        *(str(argument) for argument in args),
+    ]
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        cwd=cwd or REPOSITORY,
+        env=_environment(env),
+    )
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        output = _stop(process)
+        raise AssertionError(
+            f"{script} on {nproc} ranks ran past {timeout} s; its output ends:\n{tail(output)}"
+        ) from None
+    except BaseException:  # an interrupted test must not leave workers behind
+        _stop(process)
+        raise
+    if check and process.returncode != 0:
+        raise AssertionError(
+            f"{script} on {nproc} ranks exited with {process.returncode}; its output ends:\n{tail(output)}"
+        )
+    return subprocess.CompletedProcess(command, process.returncode, stdout=output, stderr="")
+
+
+def _environment(extra) -> dict[str, str]:
+    """This process's environment: one thread a rank, the repository importable, ``extra`` on top."""
+    environment = dict(os.environ)
+    path = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
+    environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
+    environment["OMP_NUM_THREADS"] = "1"
+    environment["PYTHONUNBUFFERED"] = "1"
+    environment.update({name: str(value) for name, value in (extra or {}).items()})
+    return environment
+
+
+def _stop(process) -> str:
+    """End a launch and the workers it started (they live in sessions of their own); return its output."""
+    workers = []
+    if process.poll() is None:
+        workers = psutil.Process(process.pid).children(recursive=True)
+        process.terminate()
+    try:
+        output, _ = process.communicate(timeout=GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        for worker in workers:
+            if worker.is_running():
+                worker.kill()
+        process.kill()
+        output, _ = process.communicate()
+    return output
