@@ -1,0 +1,96 @@
+"""What a GEMM backend is, and the registry that chooses one.
+
+There is one canonical layout: ``out[rows_a, rows_b] = A @ B.T`` with both operands contraction-last. A rowwise
+payload of (M, K) is the operand (M, K); a columnwise payload of (M, K) is the operand (K, M).
+
+========  =================  =======================  ======================
+gemm      equation           operand A                operand B
+========  =================  =======================  ======================
+fprop     y = x @ w.T        input.rowwise            weight.rowwise
+dgrad     dx = dy @ w        grad_output.rowwise      weight.columnwise
+wgrad     dw = dy.T @ x      grad_output.columnwise   input.columnwise
+========  =================  =======================  ======================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..formats import COLUMNWISE, ROWWISE, Format
+from ..storage import QuantizedStorage
+
+GEMMS = ("fprop", "dgrad", "wgrad")
+OPERANDS = {  # gemm -> ((operand A, its direction), (operand B, its direction))
+    "fprop": (("input", ROWWISE), ("weight", ROWWISE)),
+    "dgrad": (("grad_output", ROWWISE), ("weight", COLUMNWISE)),
+    "wgrad": (("grad_output", COLUMNWISE), ("input", COLUMNWISE)),
+}
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """What a backend may depend on: the device type and, on CUDA, the compute capability."""
+
+    type: str
+    capability: tuple[int, int] | None = None
+
+    @classmethod
+    def of(cls, device) -> DeviceKind:
+        device = torch.device(device)
+        if device.type == "cuda" and torch.cuda.is_available():
+            return cls("cuda", torch.cuda.get_device_capability(device))
+        return cls(device.type)
+
+    def __str__(self) -> str:
+        return self.type if self.capability is None else f"sm_{self.capability[0]}{self.capability[1]}"
+
+
+@dataclass(frozen=True)
+class GemmPair:
+    """The question put to a backend: this gemm, these two formats, this device, this accumulation."""
+
+    gemm: str
+    a: Format
+    b: Format
+    device: DeviceKind
+    accumulate: str = "full"
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.a.is_quantized or self.b.is_quantized
+
+
+class GemmBackend(Protocol):
+    """name; native: True when it multiplies the codes themselves; `reason`; `run`."""
+
+    name: str
+    native: bool
+
+    def reason(self, pair: GemmPair) -> str | None:
+        """None when this backend can run the pair; else why not."""
+
+    def wants_transposed(self, pair: GemmPair) -> bool:
+        """Whether column operands should be written (K, M), contraction contiguous."""
+
+    def run(
+        self, a: QuantizedStorage, b: QuantizedStorage, pair: GemmPair, out_dtype: torch.dtype,
+        accumulate_into: torch.Tensor | None = None,
+    ) -> torch.Tensor:  # fmt: skip
+        """`A @ B.T` in `out_dtype`, or added to `accumulate_into` (which is returned)."""
+
+
+def pair_error(pair: GemmPair) -> str | None:
+    """Pairs no backend may run, whatever the device."""
+    if pair.a.rht != pair.b.rht:
+        return "a Hadamard transform on one operand only changes the product: use `rht` on both or on neither"
+    return None
+
+
+def finish(out: torch.Tensor, out_dtype: torch.dtype, accumulate_into: torch.Tensor | None) -> torch.Tensor:
+    """Round a result once to its dtype, or add it to an accumulator."""
+    if accumulate_into is None:
+        return out.to(out_dtype)
+    return accumulate_into.add_(out)

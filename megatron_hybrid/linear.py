@@ -1,0 +1,143 @@
+"""The linear layer: three equations, six operands, one plan.
+
+    fprop   y  = x  @ w.T     input.rowwise           weight.rowwise
+    dgrad   dx = dy @ w       grad_output.rowwise     weight.columnwise
+    wgrad   dw = dy.T @ x     grad_output.columnwise  input.columnwise
+
+What each operand's two directions are, and what is kept between forward and backward, is the plan's; how tensors
+move between ranks is the `Communication`'s; neither is decided here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .formats import COLUMNWISE, ROWWISE
+from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
+from .storage import QuantizedStorage
+
+
+class Communication:
+    """How a linear's tensors move between ranks. This one does not: a single rank.
+
+    Tensor-parallel layers pass their own (`megatron_hybrid.distributed`).
+    """
+
+    keeps_local_input = False  # True: backward gathers the input again instead of keeping the gathered payload
+
+    def gather_input(self, x: torch.Tensor) -> torch.Tensor:
+        """The full input of the GEMMs from this rank's."""
+        return x
+
+    def reduce_dgrad(self, dx: torch.Tensor):
+        """Start the reduction of the input gradient; returns a function that waits and gives the result."""
+        return lambda: dx
+
+
+@dataclass(frozen=True)
+class LinearCall:
+    """What one call needs besides tensors: the plan, the ranks, and the keys of the casts."""
+
+    plan: GemmPlan
+    comm: Communication = Communication()
+    rng: dict = None  # operand -> Rng, for stochastic rounding
+    state: dict = None  # operand -> (rowwise, columnwise) DelayedState
+
+    def keys(self, operand: str) -> dict:
+        return dict(rng=(self.rng or {}).get(operand), state=(self.state or {}).get(operand))
+
+    def quantize(self, operand, x, *, rowwise=False, columnwise=False):
+        return self.plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **self.keys(operand))
+
+
+class HybridLinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, call: LinearCall):
+        plan, comm = call.plan, call.comm
+        need_dgrad, need_wgrad = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        x_full = comm.gather_input(x)
+        x_row, x_kept = _forward_operand(call, INPUT, x_full, need_wgrad, local=x if comm.keeps_local_input else None)
+        w_row, w_kept = _forward_operand(call, WEIGHT, weight, need_dgrad)
+
+        y = plan.run("fprop", x_row, w_row, x.dtype)  # y = x @ w.T
+
+        ctx.call, ctx.weight, ctx.has_bias = call, weight, bias is not None
+        ctx.shape, ctx.dtype = x_full.shape, x.dtype
+        ctx.unpack = _save(ctx, x_kept, w_kept)
+        y = y.view(*x_full.shape[:-1], weight.shape[0])
+        return y if bias is None else y.add_(bias)
+
+    @staticmethod
+    def backward(ctx, dy):
+        call, plan, comm = ctx.call, ctx.call.plan, ctx.call.comm
+        need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
+        x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
+        dx = dw = db = None
+        finish_dx = None
+        dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy, rowwise=need_dgrad, columnwise=need_wgrad)
+        if need_dgrad:
+            w_col = plan.columnwise(WEIGHT, w_kept, **call.keys(WEIGHT))
+            dx = plan.run("dgrad", dy_row, w_col, ctx.dtype)  # dx = dy @ w
+            finish_dx = comm.reduce_dgrad(dx.view(ctx.shape))
+        if need_wgrad:
+            if comm.keeps_local_input and isinstance(x_kept, torch.Tensor):
+                x_kept = comm.gather_input(x_kept)
+            x_col = plan.columnwise(INPUT, x_kept, **call.keys(INPUT))
+            dw = weight_gradient(plan, dy_col, x_col, ctx.weight)  # dw = dy.T @ x
+        if need_bias and ctx.has_bias:
+            db = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
+        return (finish_dx() if need_dgrad else None), dw, db, None
+
+
+def _forward_operand(call, operand, full, needed_in_backward, local=None):
+    """(rowwise payload for fprop, what is kept for backward) of an operand."""
+    kept = call.plan.saved[operand]
+    if not needed_in_backward:
+        return call.quantize(operand, full, rowwise=True)[0], None
+    if local is not None or kept == "original":
+        return call.quantize(operand, full, rowwise=True)[0], full if local is None else local
+    row, col = call.quantize(operand, full, rowwise=True, columnwise=kept == COLUMNWISE)
+    return row, (row if kept == ROWWISE else col)
+
+
+def _save(ctx, *kept):
+    """Hand payloads to autograd as plain tensors; returns the function that rebuilds them in backward."""
+    tensors, frames = [], []
+    for item in kept:
+        buffers = item.buffers() if isinstance(item, QuantizedStorage) else {} if item is None else {"": item}
+        frame = replace(item, qdata=None, scale=None, outer_amax=None) if isinstance(item, QuantizedStorage) else None
+        frames.append((frame, tuple(buffers)))
+        tensors.extend(buffers.values())
+    ctx.save_for_backward(*tensors)
+
+    def unpack(saved):
+        saved = iter(saved)
+        out = []
+        for frame, names in frames:
+            buffers = {n: next(saved) for n in names}
+            out.append(frame.with_buffers(buffers) if frame is not None else buffers.get(""))
+        return out
+
+    return unpack
+
+
+def weight_gradient(plan: GemmPlan, dy_col, x_col, weight) -> torch.Tensor:
+    """The weight gradient, accumulated in FP32 into `weight.main_grad` where Megatron gave the weight one.
+
+    Then a placeholder of the weight's shape is returned: the DDP hooks need a gradient to exist, and add nothing
+    once `grad_added_to_main_grad` is set.
+    """
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return plan.run("wgrad", dy_col, x_col, weight.dtype)
+    plan.run("wgrad", dy_col, x_col, main_grad.dtype, accumulate_into=main_grad)
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
+    """`x (..., K) @ weight (N, K).T + bias (N,)` as `call.plan` says; differentiable in all three."""
+    return HybridLinearFunction.apply(x, weight, bias, call)

@@ -1,0 +1,72 @@
+"""What a cast reads besides the tensor: delayed-scaling state and the stochastic-rounding key.
+
+Both are plain device tensors, so that they go into state dicts as they are, can be captured in CUDA graphs
+and never travel as pickled objects.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .formats import ELEMENTS, Format
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+@dataclass(frozen=True, eq=False)
+class DelayedState:
+    """Amax history and scale of one direction of one tensor (delayed scaling).
+
+    scale    float32 (): the encode scale in use; starts at 1
+    history  float32 (H,): history[0] collects the running step's amax; None: do not record (eval, recompute)
+    """
+
+    scale: torch.Tensor
+    history: torch.Tensor | None
+
+    @classmethod
+    def new(cls, fmt: Format, device) -> DelayedState:
+        if not fmt.is_stateful:
+            raise ValueError(f"{fmt} keeps no state; only delayed scaling does")
+        return cls(torch.ones((), device=device), torch.zeros(fmt.option("history"), device=device))
+
+    def frozen(self) -> DelayedState:
+        """The same scale without recording."""
+        return DelayedState(self.scale, None)
+
+    def record(self, amax: torch.Tensor, noop: torch.Tensor | None = None) -> None:
+        if self.history is None:
+            return
+        new = torch.maximum(self.history[0], amax)  # propagates NaN
+        self.history[0] = new if noop is None else torch.where(noop.bool(), self.history[0], new)
+
+    def update(self, fmt: Format) -> None:
+        """End of a step: the next scale from the history, then roll it by one to the higher index."""
+        h = self.history
+        amax = h.max() if fmt.option("algo") == "max" else h[0]
+        scale = (ELEMENTS[fmt.element].max * 2.0 ** -fmt.option("margin")) / amax
+        usable = torch.isfinite(amax) & (amax > 0)
+        self.scale.copy_(torch.where(usable, scale.clamp(max=FLT_MAX), self.scale))
+        h.copy_(torch.roll(h, 1))
+        h[0] = 0
+
+
+class Rng:
+    """Key of stochastic rounding: what is drawn depends only on these values and an element's global position.
+
+    seed, tensor_id: 32 bits each; step, microbatch: counters (`num_microbatches` a step).
+    index_map: (row offset, column offset, global K) of this shard in the global (M, K), or an int64 (M,)
+    tensor of source row ids; None: the tensor is whole.
+    """
+
+    def __init__(self, seed, tensor_id, step, microbatch, index_map=None, *, num_microbatches=1, device="cpu"):
+        row, col, global_k, self.row_ids = 0, 0, 0, None  # global K 0: the tensor's own K
+        if isinstance(index_map, torch.Tensor):
+            self.row_ids = index_map.to(device=device, dtype=torch.int64)
+        elif index_map is not None:
+            row, col, global_k = index_map
+        counter = (step * num_microbatches + microbatch) & 0xFFFFFFFF
+        words = [seed & 0xFFFFFFFF, tensor_id & 0xFFFFFFFF, counter, row, col, global_k]
+        self.values = torch.tensor(words, dtype=torch.int64, device=device)

@@ -1,0 +1,196 @@
+"""One direction's payload: plain tensors, their format and their memory layout. No autograd, no hidden state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from . import kernels
+from .formats import COLUMNWISE, ROWWISE, Format
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedStorage:
+    """Payload of one direction of a logical (M, K) matrix.
+
+    format, direction   what the codes mean and which axis a GEMM contracts (rowwise: K, columnwise: M)
+    shape               logical (M, K); leading dimensions of the tensor are flattened into M
+    dtype               the nominal (high-precision) dtype this payload stands for
+    transposed          False: qdata is (M, K) row-major. True: qdata is (K, M), as a GEMM reads a column operand.
+                        Recorded, never guessed from a shape.
+    qdata               uint8 codes; FP4 packs two a byte along the last stored dimension, the even one low.
+                        `high_precision`: the tensor itself, (M, K), any strides.
+    scale               block scales in `Format.scale_shape`, always in canonical row-major order, or None
+    outer_amax          float32 amaxes of `Format.amax_shape` (NVFP4), or None
+    """
+
+    format: Format
+    direction: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    transposed: bool
+    qdata: torch.Tensor
+    scale: torch.Tensor | None = None
+    outer_amax: torch.Tensor | None = None
+
+    BUFFERS = ("qdata", "scale", "outer_amax")
+
+    @staticmethod
+    def empty(fmt: Format, direction: str, shape, dtype, device, *, transposed=False) -> QuantizedStorage:
+        """Unwritten payload for a cast to fill; high precision gets a tensor of `dtype`."""
+        M, K = shape
+        if not fmt.is_quantized:
+            return QuantizedStorage(fmt, direction, (M, K), dtype, False, torch.empty(M, K, dtype=dtype, device=device))
+        rows, last = (K, M) if transposed else (M, K)
+        qdata = torch.empty(rows, -(-last * fmt.bits // 8), dtype=torch.uint8, device=device)
+        scale_dtype = torch.float32 if fmt.scale == "fp32" else torch.uint8
+        scale = torch.empty(fmt.scale_shape(M, K, direction), dtype=scale_dtype, device=device)
+        outer = None
+        if fmt.scale == "e4m3_amax":
+            outer = torch.empty(fmt.amax_shape(M, K, direction), dtype=torch.float32, device=device)
+        return QuantizedStorage(fmt, direction, (M, K), dtype, transposed, qdata, scale, outer)
+
+    @property
+    def device(self) -> torch.device:
+        return self.qdata.device
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The payload's tensors by name, in a fixed order; absent ones are left out."""
+        return {n: t for n in self.BUFFERS if (t := getattr(self, n)) is not None}
+
+    def with_buffers(self, buffers: dict[str, torch.Tensor]) -> QuantizedStorage:
+        """The same payload over other tensors (after a copy, a gather or a load)."""
+        return replace(self, **buffers)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.buffers().values())
+
+    def _require_quantized(self, what: str) -> None:
+        if not self.format.is_quantized:
+            raise ValueError(f"{what}: a high_precision payload has none")
+
+    def codes(self) -> torch.Tensor:
+        """uint8 (M, K), one code an element, in the tensor's own orientation (`rht`: transformed domain)."""
+        self._require_quantized("codes()")
+        M, K = self.shape
+        codes = self.qdata
+        if self.format.bits == 4:
+            last = M if self.transposed else K
+            codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)[:, :last]
+        return (codes.T if self.transposed else codes).contiguous()
+
+    def block_scale(self) -> torch.Tensor:
+        """float32 block scales without the outer level, shape `Format.scale_shape`."""
+        self._require_quantized("block_scale()")
+        if self.format.scale == "fp32":
+            return self.scale
+        if self.format.scale == "e8m0":
+            return self.scale.view(torch.float8_e8m0fnu).to(torch.float32)
+        return self.scale.view(torch.float8_e4m3fn).to(torch.float32)
+
+    def outer_scale(self) -> torch.Tensor:
+        """float32 outer decode scale (NVFP4's 1/enc; 1 elsewhere), shape () or (M, 1) / (1, K)."""
+        self._require_quantized("outer_scale()")
+        if self.outer_amax is None:
+            return torch.ones((), dtype=torch.float32, device=self.device)
+        return kernels.outer_scale(self.outer_amax, self.format, torch.empty_like(self.outer_amax))
+
+    def scale_inv(self) -> torch.Tensor:
+        """float32 decode scales, unexpanded: `block_scale() * outer_scale()`."""
+        return self.block_scale() if self.outer_amax is None else self.block_scale() * self.outer_scale()
+
+    def amax(self) -> torch.Tensor | None:
+        return self.outer_amax
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Decode to a contiguous (M, K) tensor; FP32 arithmetic, then one rounding to `dtype`."""
+        if not self.format.is_quantized:
+            return self.qdata.to(dtype)
+        return self.decode(torch.empty(self.shape, dtype=dtype, device=self.device))
+
+    def decode(self, out: torch.Tensor, *, outer: bool = True, inverse_rht: bool = True) -> torch.Tensor:
+        """Decode into `out`, a strided (M, K) tensor; see `kernels.dequantize` for the two switches."""
+        if not self.format.is_quantized:
+            return out.copy_(self.qdata)
+        M, K = self.shape
+        kernels.dequantize(
+            self.qdata, self.scale, self.outer_amax, self.format, self.direction, M, K,
+            transposed=self.transposed, out=out, outer=outer, inverse_rht=inverse_rht,
+        )  # fmt: skip
+        return out
+
+    @property
+    def operand_shape(self) -> tuple[int, int]:
+        """(rows, contraction) of this payload as a GEMM operand: (M, K) rowwise, (K, M) columnwise."""
+        return self.shape if self.direction == ROWWISE else self.shape[::-1]
+
+    def operand(self, dtype: torch.dtype, *, outer: bool = True) -> torch.Tensor:
+        """Decode to the GEMM view (rows, contraction), contraction contiguous; `rht` stays transformed."""
+        if not self.format.is_quantized:
+            x = self.qdata.to(dtype)
+            return x if self.direction == ROWWISE else x.T
+        out = torch.empty(self.operand_shape, dtype=dtype, device=self.device)
+        self.decode(out if self.direction == ROWWISE else out.T, outer=outer, inverse_rht=False)
+        return out
+
+
+def high_precision_storage(x: torch.Tensor, fmt: Format, direction: str, dtype: torch.dtype) -> QuantizedStorage:
+    """The identity payload: `x` (M, K) itself, cast to the nominal dtype when it differs."""
+    return QuantizedStorage(fmt, direction, tuple(x.shape), dtype, False, x.to(dtype))
+
+
+def cast(x, fmt: Format, direction: str, *, dtype=None, amax=None, state=None, rng=None, transposed=False):
+    """Cast `x` (M, K) to one direction's payload.
+
+    amax: float32 of `fmt.amax_shape` (already reduced over ranks), computed from `x` when None. state: a
+    `DelayedState`, required by delayed scaling, whose history records this tensor's amax. rng: an `Rng`,
+    required by stochastic rounding. Raises ``ValueError`` when state or rng is missing.
+    """
+    dtype = dtype or x.dtype
+    if not fmt.is_quantized:
+        return high_precision_storage(x, fmt, direction, dtype)
+    out = QuantizedStorage.empty(fmt, direction, tuple(x.shape), dtype, x.device, transposed=transposed)
+    cast_into(out, x, amax=amax, state=state, rng=rng)
+    return out
+
+
+def cast_into(out: QuantizedStorage, x, *, amax=None, state=None, rng=None, noop=None) -> None:
+    """Cast `x` into an existing payload, same data pointers. `noop`: int32 device flag, non-zero changes nothing."""
+    fmt, direction = out.format, out.direction
+    check_call(fmt, direction, state, rng)
+    if not fmt.is_quantized:
+        new = x.to(out.dtype)
+        out.qdata.copy_(new if noop is None else torch.where(noop.bool(), out.qdata, new))
+        return
+    if amax is None and (shape := fmt.amax_shape(*x.shape, direction)) is not None:
+        amax = kernels.amax(x, fmt, direction, torch.empty(shape, dtype=torch.float32, device=x.device))
+    outer = amax
+    if fmt.is_stateful:
+        state.record(amax, noop)
+        outer = state.scale
+    elif out.outer_amax is not None:
+        out.outer_amax.copy_(amax if noop is None else torch.where(noop.bool(), out.outer_amax, amax))
+    kernels.quantize(
+        x, fmt, direction, qdata=out.qdata, scale=out.scale, amax=outer, transposed=out.transposed,
+        fixed_scale=fmt.is_stateful, rng=None if rng is None else rng.values,
+        row_ids=None if rng is None else rng.row_ids, noop=noop,
+    )  # fmt: skip
+
+
+def check_call(fmt: Format, direction: str, state, rng) -> None:
+    if fmt.is_stateful and state is None:
+        raise ValueError(f"{direction} {fmt}: delayed scaling needs `state` (an amax history); see mh.DelayedState")
+    if fmt.sr and rng is None:
+        raise ValueError(f"{direction} {fmt}: stochastic rounding needs `rng`; see mh.Rng")
+
+
+def derive_columnwise(row: QuantizedStorage, fmt: Format, **kwargs) -> QuantizedStorage:
+    """`rowwise_dequantized`: the one way a column payload is made from a row payload.
+
+    The row's decode is rounded to the nominal dtype (nearest even) and cast columnwise.
+    """
+    if row.direction != ROWWISE:
+        raise ValueError(f"columnwise is derived from a rowwise payload, found {row.direction}")
+    return cast(row.dequantize(row.dtype), fmt, COLUMNWISE, dtype=row.dtype, **kwargs)
