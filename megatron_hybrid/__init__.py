@@ -28,6 +28,7 @@ _EXPORTS = {
     "build_plan": "plan",
     "explain": "explain",
     "backends": "explain",
+    "prepare": "control",
     "HybridLinear": "modules.linear",
     "FusedAdam": "optimizer",
 }

@@ -36,20 +36,61 @@ class Communication:
         return lambda: dx
 
 
+LOCAL = Communication()
+
+
+class WeightCache:
+    """A weight's payloads inside one microbatch window: cast once a step, not once a microbatch.
+
+    The window is opened and closed by `invalidate`, which the optimizer step, a parameter sync and a load call.
+    The storage pointer and torch's version counter are checked too, but they alone do not see writes through
+    `.data` or a flat buffer.
+    """
+
+    def __init__(self):
+        self.invalidate()
+
+    def invalidate(self) -> None:
+        self._key, self._held = None, [None, None]
+
+    def get(self, weight, cast, wanted: tuple[bool, bool]):
+        """(rowwise, columnwise) payloads; `cast(weight, rowwise=, columnwise=)` makes those not held yet."""
+        key = (weight.data_ptr(), weight._version, weight.device)
+        if key != self._key:
+            self.invalidate()
+            self._key = key
+        missing = [w and h is None for w, h in zip(wanted, self._held)]
+        if any(missing):
+            new = cast(weight, rowwise=missing[0], columnwise=missing[1])
+            self._held = [n if m else h for n, m, h in zip(new, missing, self._held)]
+        return tuple(h if w else None for h, w in zip(self._held, wanted))
+
+
 @dataclass(frozen=True)
 class LinearCall:
-    """What one call needs besides tensors: the plan, the ranks, and the keys of the casts."""
+    """What one call needs besides tensors: the plan, the ranks, and what the casts read."""
 
     plan: GemmPlan
-    comm: Communication = Communication()
-    rng: dict = None  # operand -> Rng, for stochastic rounding
-    state: dict = None  # operand -> (rowwise, columnwise) DelayedState
+    comm: Communication = LOCAL
+    rng: dict | None = None  # operand -> Rng, for stochastic rounding
+    state: dict | None = None  # operand -> (rowwise, columnwise) DelayedState
+    weight_cache: WeightCache | None = None
 
     def keys(self, operand: str) -> dict:
         return dict(rng=(self.rng or {}).get(operand), state=(self.state or {}).get(operand))
 
     def quantize(self, operand, x, *, rowwise=False, columnwise=False):
-        return self.plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **self.keys(operand))
+        """(rowwise, columnwise) payloads of an operand, the weight's from its cache when there is one."""
+
+        def cast(x, *, rowwise, columnwise):
+            return self.plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **self.keys(operand))
+
+        if operand == WEIGHT and self.weight_cache is not None:
+            return self.weight_cache.get(x, cast, (rowwise, columnwise))
+        return cast(x, rowwise=rowwise, columnwise=columnwise)
+
+    def columnwise(self, operand, kept):
+        return self.plan.columnwise(operand, kept, **self.keys(operand))
 
 
 class HybridLinearFunction(torch.autograd.Function):
@@ -78,13 +119,13 @@ class HybridLinearFunction(torch.autograd.Function):
         finish_dx = None
         dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy, rowwise=need_dgrad, columnwise=need_wgrad)
         if need_dgrad:
-            w_col = plan.columnwise(WEIGHT, w_kept, **call.keys(WEIGHT))
+            w_col = call.columnwise(WEIGHT, w_kept)
             dx = plan.run("dgrad", dy_row, w_col, ctx.dtype)  # dx = dy @ w
             finish_dx = comm.reduce_dgrad(dx.view(ctx.shape))
         if need_wgrad:
             if comm.keeps_local_input and isinstance(x_kept, torch.Tensor):
                 x_kept = comm.gather_input(x_kept)
-            x_col = plan.columnwise(INPUT, x_kept, **call.keys(INPUT))
+            x_col = call.columnwise(INPUT, x_kept)
             dw = weight_gradient(plan, dy_col, x_col, ctx.weight)  # dw = dy.T @ x
         if need_bias and ctx.has_bias:
             db = dy.reshape(-1, dy.shape[-1]).sum(dim=0)

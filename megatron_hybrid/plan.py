@@ -65,6 +65,10 @@ class GemmPlan:
     def steps(self) -> dict[str, GemmStep]:
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
+    @property
+    def uses_rng(self) -> bool:
+        return any(f.sr for q in self.quantizers.values() for f in q.formats())
+
     def transposed(self, operand: str) -> bool:
         """Whether this operand's columnwise payload is written contraction-contiguous."""
         step = self.dgrad if operand == WEIGHT else self.wgrad
@@ -109,7 +113,7 @@ def build_plan(resolved, name: str, device, *, backend: str | None = None) -> Ge
     steps = {}
     for gemm, ((op_a, dir_a), (op_b, dir_b)) in OPERANDS.items():
         a, b = getattr(quantizers[op_a], dir_a), getattr(quantizers[op_b], dir_b)
-        pair = GemmPair(gemm, a, b, kind, resolved.accumulate[gemm])
+        pair = GemmPair(gemm, a, b, kind, getattr(resolved.accumulate, gemm))
         try:
             steps[gemm] = GemmStep(pair, gemms.choose(pair, backend))
         except ValueError as exc:

@@ -70,3 +70,10 @@ class Rng:
         counter = (step * num_microbatches + microbatch) & 0xFFFFFFFF
         words = [seed & 0xFFFFFFFF, tensor_id & 0xFFFFFFFF, counter, row, col, global_k]
         self.values = torch.tensor(words, dtype=torch.int64, device=device)
+
+    @classmethod
+    def view(cls, values: torch.Tensor, row_ids: torch.Tensor | None = None) -> Rng:
+        """An `Rng` over key words that live in device memory already."""
+        self = cls.__new__(cls)
+        self.values, self.row_ids = values, row_ids
+        return self

@@ -6,10 +6,11 @@ import math
 
 import torch
 
-from ..linear import LinearCall, hybrid_linear
-from ..plan import GemmPlan, build_plan
+from ..linear import LOCAL, hybrid_linear
+from ..plan import GemmPlan
 from ..recipe import Recipe
 from ..roles import ModuleRole
+from ..runtime import LinearRuntime
 
 
 class HybridLinear(torch.nn.Module):
@@ -28,13 +29,12 @@ class HybridLinear(torch.nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        self.recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-        self.role = ModuleRole("linear", name, layer=layer, num_layers=num_layers)
-        self._backend, self._plans = backend, {}
+        recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
-        self.plan_for(self.weight.device)
+        role = ModuleRole("linear", name, layer=layer, num_layers=num_layers)
+        self.hq = LinearRuntime(recipe, role, self.weight.device, backend=backend)
 
     def reset_parameters(self) -> None:
         """`torch.nn.Linear`'s initialisation."""
@@ -43,20 +43,13 @@ class HybridLinear(torch.nn.Module):
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
-    def plan_for(self, device: torch.device) -> GemmPlan:
-        """The plan on a device; built on first use there."""
-        if device not in self._plans:
-            self._plans[device] = build_plan(
-                self.recipe.resolve(self.role), self.role.name, device, backend=self._backend
-            )
-        return self._plans[device]
-
     @property
     def plan(self) -> GemmPlan:
-        return self.plan_for(self.weight.device)
+        return self.hq.plan_for(self.weight.device)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return hybrid_linear(x, self.weight, self.bias, LinearCall(self.plan))
+        call = self.hq.call(self.weight.device, LOCAL, training=self.training)
+        return hybrid_linear(x, self.weight, self.bias, call)
 
     def extra_repr(self) -> str:
         gemm = ", ".join(f"{g}={s.pair.a} x {s.pair.b}" for g, s in self.plan.steps().items())
