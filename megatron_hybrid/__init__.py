@@ -30,6 +30,9 @@ _EXPORTS = {
     "backends": "explain",
     "prepare": "control",
     "HybridLinear": "modules.linear",
+    "HybridLayerNormLinear": "modules.norm_linear",
+    "HybridMLP": "modules.mlp",
+    "HybridGroupedLinear": "modules.grouped_linear",
     "FusedAdam": "optimizer",
 }
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .formats import COLUMNWISE, ROWWISE
-from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
+from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .storage import QuantizedStorage
 
 
@@ -96,54 +96,64 @@ class LinearCall:
 class HybridLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, call: LinearCall):
-        plan, comm = call.plan, call.comm
-        need_dgrad, need_wgrad = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        comm, needs = call.comm, ctx.needs_input_grad
         x_full = comm.gather_input(x)
-        x_row, x_kept = _forward_operand(call, INPUT, x_full, need_wgrad, local=x if comm.keeps_local_input else None)
-        w_row, w_kept = _forward_operand(call, WEIGHT, weight, need_dgrad)
-
-        y = plan.run("fprop", x_row, w_row, x.dtype)  # y = x @ w.T
-
-        ctx.call, ctx.weight, ctx.has_bias = call, weight, bias is not None
-        ctx.shape, ctx.dtype = x_full.shape, x.dtype
-        ctx.unpack = _save(ctx, x_kept, w_kept)
+        y, x_kept, w_kept = fprop(call, x_full, weight, keep_input=needs[1], keep_weight=needs[0])
+        if comm.keeps_local_input and needs[1]:
+            x_kept = x
+        ctx.call, ctx.weight, ctx.shape, ctx.dtype = call, weight, x_full.shape, x.dtype
+        ctx.unpack = save_for_backward(ctx, x_kept, w_kept)
         y = y.view(*x_full.shape[:-1], weight.shape[0])
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     def backward(ctx, dy):
-        call, plan, comm = ctx.call, ctx.call.plan, ctx.call.comm
-        need_dgrad, need_wgrad, need_bias = ctx.needs_input_grad[:3]
+        call, comm, weight, needs = ctx.call, ctx.call.comm, ctx.weight, ctx.needs_input_grad
         x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
-        dx = dw = db = None
-        finish_dx = None
-        dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy, rowwise=need_dgrad, columnwise=need_wgrad)
-        if need_dgrad:
-            w_col = call.columnwise(WEIGHT, w_kept)
-            dx = plan.run("dgrad", dy_row, w_col, ctx.dtype)  # dx = dy @ w
+        finish_dx, dw, db = (lambda: None), None, None
+        dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy, rowwise=needs[0], columnwise=needs[1])
+        if needs[0]:
+            dx = dgrad(call, dy_row, w_kept, ctx.dtype)
             finish_dx = comm.reduce_dgrad(dx.view(ctx.shape))
-        if need_wgrad:
-            if comm.keeps_local_input and isinstance(x_kept, torch.Tensor):
+        if needs[1]:
+            if comm.keeps_local_input:
                 x_kept = comm.gather_input(x_kept)
-            x_col = call.columnwise(INPUT, x_kept)
-            dw = weight_gradient(plan, dy_col, x_col, ctx.weight)  # dw = dy.T @ x
-        if need_bias and ctx.has_bias:
+            main_grad = getattr(weight, "main_grad", None)
+            dw = wgrad(call, dy_col, x_kept, weight.dtype, accumulate_into=main_grad)
+            dw = dw if main_grad is None else placeholder_gradient(weight)
+        if needs[2]:
             db = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
-        return (finish_dx() if need_dgrad else None), dw, db, None
+        return finish_dx(), dw, db, None
 
 
-def _forward_operand(call, operand, full, needed_in_backward, local=None):
-    """(rowwise payload for fprop, what is kept for backward) of an operand."""
-    kept = call.plan.saved[operand]
-    if not needed_in_backward:
-        return call.quantize(operand, full, rowwise=True)[0], None
-    if local is not None or kept == "original":
-        return call.quantize(operand, full, rowwise=True)[0], full if local is None else local
-    row, col = call.quantize(operand, full, rowwise=True, columnwise=kept == COLUMNWISE)
-    return row, (row if kept == ROWWISE else col)
+def fprop(call: LinearCall, x, weight, *, keep_input: bool, keep_weight: bool):
+    """`y = x @ w.T` (M, N), and what is kept of x and of w for backward (None where nothing is needed)."""
+    x_row, x_kept = _forward_operand(call, INPUT, x, keep_input)
+    w_row, w_kept = _forward_operand(call, WEIGHT, weight, keep_weight)
+    return call.plan.run("fprop", x_row, w_row, x.dtype), x_kept, w_kept
 
 
-def _save(ctx, *kept):
+def dgrad(call: LinearCall, dy_row, w_kept, dtype):
+    """`dx = dy @ w` (M, K) in `dtype`."""
+    return call.plan.run("dgrad", dy_row, call.columnwise(WEIGHT, w_kept), dtype)
+
+
+def wgrad(call: LinearCall, dy_col, x_kept, dtype, accumulate_into=None):
+    """`dw = dy.T @ x` (N, K) in `dtype`, or added to `accumulate_into`."""
+    x_col = call.columnwise(INPUT, x_kept)
+    return call.plan.run("wgrad", dy_col, x_col, dtype, accumulate_into=accumulate_into)
+
+
+def _forward_operand(call, operand, x, keep: bool):
+    """(rowwise payload for fprop, what the plan keeps for backward) of an operand."""
+    kept = call.plan.saved[operand] if keep else None
+    if kept == COLUMNWISE and call.comm.keeps_local_input and operand == INPUT:
+        kept = ORIGINAL  # the caller keeps the local shard instead
+    row, col = call.quantize(operand, x, rowwise=True, columnwise=kept == COLUMNWISE)
+    return row, {None: None, ROWWISE: row, COLUMNWISE: col, ORIGINAL: x}[kept]
+
+
+def save_for_backward(ctx, *kept):
     """Hand payloads to autograd as plain tensors; returns the function that rebuilds them in backward."""
     tensors, frames = [], []
     for item in kept:
@@ -164,16 +174,11 @@ def _save(ctx, *kept):
     return unpack
 
 
-def weight_gradient(plan: GemmPlan, dy_col, x_col, weight) -> torch.Tensor:
-    """The weight gradient, accumulated in FP32 into `weight.main_grad` where Megatron gave the weight one.
+def placeholder_gradient(weight) -> torch.Tensor:
+    """What backward returns once the gradient is in `weight.main_grad`.
 
-    Then a placeholder of the weight's shape is returned: the DDP hooks need a gradient to exist, and add nothing
-    once `grad_added_to_main_grad` is set.
+    Megatron's DDP hooks need a gradient to exist, and add nothing once `grad_added_to_main_grad` is set.
     """
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
-        return plan.run("wgrad", dy_col, x_col, weight.dtype)
-    plan.run("wgrad", dy_col, x_col, main_grad.dtype, accumulate_into=main_grad)
     weight.grad_added_to_main_grad = True
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     return make(weight.shape, dtype=weight.dtype, device=weight.device)

@@ -17,6 +17,7 @@ from .quantizer import HybridQuantizer
 from .storage import QuantizedStorage, derive_columnwise
 
 INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
+ORIGINAL = "original"
 
 
 class PlanError(ValueError):
@@ -122,10 +123,3 @@ def build_plan(resolved, name: str, device, *, backend: str | None = None) -> Ge
             ) from None
     saved = {INPUT: _saved(quantizers[INPUT]), WEIGHT: _saved(quantizers[WEIGHT])}
     return GemmPlan(name, kind, **steps, quantizers=quantizers, saved=saved)
-
-
-def is_emulated(plan: GemmPlan) -> bool:
-    return any(not s.native for s in plan.steps().values())
-
-
-__all__ = ["GRAD_OUTPUT", "INPUT", "WEIGHT", "GemmPlan", "GemmStep", "PlanError", "ROWWISE", "build_plan"]
