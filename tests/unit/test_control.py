@@ -1,0 +1,245 @@
+"""The controller: cache windows, random counters, delayed scaling, step rules (properties 27, 29, 30, 36, 38; cases 34-39, 63, 67)."""
+
+import copy
+
+import pytest
+import torch
+
+import megatron_hybrid as mh
+from megatron_hybrid.storage import cast
+from torch.utils.checkpoint import checkpoint
+
+DELAYED = {"fprop": "fp8_delayed_e4m3:history=4", "dgrad": {"grad_output": "fp8_delayed_e5m2:history=3,algo=most_recent",
+           "weight": "fp8_delayed_e4m3:history=4"}, "wgrad": {"grad_output": "fp8_delayed_e5m2:history=3,algo=most_recent",
+           "input": "mxfp8_e4m3"}}  # fmt: skip
+SR = {"fprop": "nvfp4:sr", "dgrad": "nvfp4:sr", "wgrad": "nvfp4:rht,sr"}
+
+
+def recipe(defaults, rules=(), **top):
+    return mh.Recipe.from_dict({"version": 1, "name": "t", "defaults": defaults, "rules": list(rules), **top})
+
+
+def model(rcp, seed=0):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        mh.HybridLinear(48, 64, recipe=rcp, name="fc1", layer=1, num_layers=2, dtype=torch.bfloat16),
+        torch.nn.GELU(),
+        mh.HybridLinear(64, 32, recipe=rcp, name="fc2", layer=2, num_layers=2, dtype=torch.bfloat16),
+    )
+
+
+def batches(n, seed=1):
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(16, 48, generator=g).bfloat16() for _ in range(n)]
+
+
+def train(net, ctl, steps, micro=2, start=1, wrap=lambda f, x: f(x)):
+    opt = torch.optim.SGD(net.parameters(), lr=0.05)
+    losses = []
+    for i in range(start, start + steps):
+        ctl.begin_step(i)
+        for j, x in enumerate(batches(micro, seed=i)):
+            ctl.microbatch(j)
+            loss = wrap(net, x.requires_grad_()).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        opt.step()
+        opt.zero_grad()
+        ctl.end_step()
+    return losses
+
+
+@pytest.mark.parametrize("defaults", [DELAYED, SR, {"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4"}])
+def test_p27_the_weight_cache_saves_casts_and_changes_no_bit(defaults, monkeypatch):
+    import megatron_hybrid.quantizer as quantizer
+
+    counted = []
+    original = quantizer.cast
+    monkeypatch.setattr(quantizer, "cast", lambda x, *a, **k: (counted.append(tuple(x.shape)), original(x, *a, **k))[1])
+    results = {}
+    for cached in (True, False):
+        net = model(recipe(defaults))
+        ctl = mh.prepare(net, seed=7, num_microbatches=2)
+        if not cached:
+            for r in ctl.runtimes:
+                r.weight_cache.get = lambda w, make, wanted: make(w, rowwise=wanted[0], columnwise=wanted[1])
+        counted.clear()
+        results[cached] = train(net, ctl, 3), [p.clone() for p in net.parameters()], counted.count((64, 48))
+    assert results[True][0] == results[False][0]
+    assert all(torch.equal(a, b) for a, b in zip(results[True][1], results[False][1]))
+    assert results[True][2] * 2 == results[False][2] == 3 * 2 * 2  # steps x microbatches x directions
+
+
+@pytest.mark.parametrize("how", ["in_place", "data_copy", "foreach", "load_state_dict"])
+def test_c34_a_changed_weight_is_used_at_once_after_the_step(how):
+    net = model(recipe({"fprop": "mxfp8_e4m3"}))
+    ctl = mh.prepare(net)
+    ctl.begin_step(1)
+    x = batches(1)[0]
+    net(x)
+    new = torch.randn_like(net[0].weight)
+    with torch.no_grad():
+        {
+            "in_place": lambda: net[0].weight.copy_(new),
+            "data_copy": lambda: net[0].weight.data.copy_(new),
+            "foreach": lambda: torch._foreach_copy_([net[0].weight.data], [new]),
+            "load_state_dict": lambda: net.load_state_dict({**net.state_dict(), "0.weight": new}),
+        }[how]()
+    if how != "load_state_dict":  # a load invalidates by itself
+        ctl.end_step()
+    fresh = copy.deepcopy(net)
+    mh.prepare(fresh).begin_step(1)
+    assert torch.equal(net(x), fresh(x))
+
+
+def test_c35_first_microbatch_under_no_grad_fills_only_what_it_needs():
+    losses = {}
+    for wrap in ("plain", "reentrant"):
+        net = model(recipe({"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4"}))
+        ctl = mh.prepare(net, num_microbatches=3)
+        f = (lambda m, x: m(x)) if wrap == "plain" else (lambda m, x: checkpoint(m, x, use_reentrant=True))
+        losses[wrap] = train(net, ctl, 2, micro=3, wrap=f), [p.clone() for p in net.parameters()]
+    assert losses["plain"][0] == losses["reentrant"][0]
+    assert all(torch.equal(a, b) for a, b in zip(losses["plain"][1], losses["reentrant"][1]))
+
+
+def test_c36_evaluation_between_steps_changes_nothing():
+    def run(evaluate):
+        net = model(recipe(DELAYED))
+        ctl = mh.prepare(net, num_microbatches=2)
+        losses = train(net, ctl, 1)
+        if evaluate:
+            net.eval()
+            with torch.no_grad():
+                net(batches(1, seed=99)[0] * 1e3)
+            net.train()
+        return losses + train(net, ctl, 2, start=2)
+
+    assert run(True) == run(False)
+
+
+def test_p30_ten_steps_of_histories_equal_a_hand_run_of_the_rule():
+    net = model(recipe({"fprop": "fp8_delayed_e4m3:history=4,margin=1"}))
+    ctl = mh.prepare(net)
+    hq = net[0].hq
+    history, scale = [0.0] * 4, 1.0
+    for i in range(1, 11):
+        ctl.begin_step(i)
+        x = batches(1, seed=i)[0] * 10.0**(i % 3)
+        assert hq.input_rowwise_scale.item() == scale
+        net(x.requires_grad_())
+        history[0] = max(history[0], x.abs().max().item())
+        assert hq.input_rowwise_history.tolist() == history
+        ctl.end_step()
+        amax = max(history)
+        scale = (torch.tensor(448.0 * 0.5) / torch.tensor(amax)).item()
+        history = [0.0, *history[:-1]]
+    assert hq.input_rowwise_history.tolist() == history
+
+
+def test_d10_delayed_state_is_plain_tensors_in_the_state_dict():
+    net = model(recipe(DELAYED))
+    keys = [k for k in net.state_dict() if ".hq." in k]
+    assert "0.hq.input_rowwise_scale" in keys and "2.hq.grad_output_columnwise_history" in keys
+    assert "0.hq.input_columnwise_scale" not in keys  # mxfp8 keeps none
+    assert not [k for k in model("mxfp8").state_dict() if "hq" in k]
+
+
+@pytest.mark.parametrize("defaults", [DELAYED, SR])
+def test_p38_resume_is_bitwise(defaults, tmp_path):
+    whole = model(recipe(defaults))
+    losses = train(whole, mh.prepare(whole, seed=3, num_microbatches=2), 6)
+    first = model(recipe(defaults))
+    train(first, mh.prepare(first, seed=3, num_microbatches=2), 3)
+    torch.save(first.state_dict(), tmp_path / "c.pt")
+    second = model(recipe(defaults), seed=5)
+    second.load_state_dict(torch.load(tmp_path / "c.pt", weights_only=True))
+    assert train(second, mh.prepare(second, seed=3, num_microbatches=2), 3, start=4) == losses[6:]
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_p36_recompute_draws_the_same_random_bits(reentrant):
+    grads = []
+    for wrap in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=reentrant)):
+        net = model(recipe(SR))
+        train(net, mh.prepare(net, seed=2, num_microbatches=2), 2, wrap=wrap)
+        grads.append([p.clone() for p in net.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+def test_stochastic_rounding_needs_a_controller_and_says_so():
+    with pytest.raises(mh.PlanError, match="fc1.*mh.prepare"):
+        model(recipe(SR))(batches(1)[0])
+
+
+def test_random_keys_differ_by_step_microbatch_and_seed_and_repeat_exactly():
+    net = model(recipe(SR))
+    x = batches(1)[0]
+    outputs = {}
+    for seed in (0, 1):
+        ctl = mh.prepare(net, seed=seed, num_microbatches=2)
+        for step in (1, 2, 1):
+            ctl.begin_step(step)
+            for j in (0, 1):
+                ctl.microbatch(j)
+                y = net(x)
+                assert torch.equal(outputs.setdefault((seed, step, j), y), y)
+    values = list(outputs.values())
+    assert all(not torch.equal(a, b) for i, a in enumerate(values) for b in values[:i])
+    with pytest.raises(ValueError, match="microbatch 2 of 2"):
+        ctl.microbatch(2)
+
+
+def test_step_rules_take_effect_exactly_at_the_step():
+    rcp = recipe({"fprop": "mxfp8_e4m3"}, [{"match": {"steps": "3:"}, "use": {"fprop": "high_precision"}}])
+    net = model(rcp)
+    ctl = mh.prepare(net)
+    x = batches(1)[0]
+    for step, fmt in ((1, "mxfp8_e4m3"), (2, "mxfp8_e4m3"), (3, "high_precision"), (2, "mxfp8_e4m3")):
+        ctl.begin_step(step)
+        assert str(net[0].plan.fprop.pair.a) == fmt
+        net(x)
+
+
+def test_c67_switch_requantizes_and_a_bad_recipe_changes_nothing():
+    net = model(recipe({"fprop": "mxfp8_e4m3"}))
+    ctl = mh.prepare(net)
+    ctl.begin_step(1)
+    x = batches(1)[0]
+    before = net(x)
+    with pytest.raises(ValueError):
+        ctl.switch(recipe({"fprop": "nvfp4"}, [{"match": {"name": "nothing.*"}, "use": "bf16"}]))
+    assert torch.equal(net(x), before)
+    ctl.switch(recipe({"fprop": "nvfp4"}))
+    fresh = model(recipe({"fprop": "nvfp4"}))
+    assert torch.equal(net(x), fresh(x))
+
+
+def test_p33_switching_modes_between_steps():
+    net = model(recipe({"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4"}))
+    ctl = mh.prepare(net)
+    x = batches(1)[0]
+    ctl.begin_step(1)
+    y = net(x)
+    for mode in ("high_precision", "dequantized"):
+        ctl.switch(recipe({"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4"}, backward=mode))
+        assert torch.equal(net(x), y)
+
+
+def test_prepare_names_modules_and_refuses_a_model_without_any():
+    net = torch.nn.Sequential(mh.HybridLinear(16, 16, recipe="mxfp8"))
+    mh.prepare(net)
+    assert net[0].hq.role.name == "0"
+    with pytest.raises(ValueError, match="no quantized module"):
+        mh.prepare(torch.nn.Linear(2, 2))
+
+
+def test_outer_amax_given_by_the_caller_is_used():
+    x = batches(1)[0]
+    q = mh.HybridQuantizer("nvfp4", "fp8_current_e4m3")
+    row, col = q.amax(x)
+    t = q.quantize(x, amax=(row * 2, col * 2))
+    assert torch.equal(t.rowwise.amax(), row * 2)
+    whole = torch.cat((x, 2 * x))
+    assert torch.equal(t.rowwise.codes(), q.quantize(whole).rowwise.codes()[:16])
+    assert cast(x, q.rowwise, "rowwise").outer_amax.item() == x.abs().max().item()
