@@ -1,0 +1,54 @@
+"""Changes to packages that we build on: each declared, versioned, reversible. README.md has the table.
+
+Importing this changes nothing. :func:`apply_all` mends Megatron's faults in an installation without
+Transformer Engine and Apex; ``cpu_device.install()`` is separate, and only for machines without a GPU.
+"""
+
+from __future__ import annotations
+
+from . import compile_helpers, fused_adam, multi_tensor
+from .framework import Change, Patch, PatchError, Status
+from .quiet import quiet_missing_te_warnings
+
+__all__ = [
+    "PATCHES",
+    "Change",
+    "Patch",
+    "PatchError",
+    "Status",
+    "apply_all",
+    "quiet_missing_te_warnings",
+    "revert_all",
+    "statuses",
+]
+
+# In the order of application.
+PATCHES: dict[str, Patch] = {
+    patch.name: patch for patch in (compile_helpers.PATCH, fused_adam.PATCH, multi_tensor.PATCH)
+}
+
+
+def apply_all(names=None) -> list[Status]:
+    """Apply the named patches (all, without names). Raises :class:`PatchError` at the first that cannot be."""
+    with quiet_missing_te_warnings():
+        return [patch.apply() for patch in _select(names)]
+
+
+def revert_all(names=None) -> list[Status]:
+    """Take the named patches (all, without names) back, the last applied first."""
+    return [patch.revert() for patch in reversed(_select(names))]
+
+
+def statuses() -> list[Status]:
+    """Every patch's state, for a table. Changes nothing, but imports Megatron."""
+    with quiet_missing_te_warnings():
+        return [patch.status() for patch in PATCHES.values()]
+
+
+def _select(names) -> list[Patch]:
+    if names is None:
+        return list(PATCHES.values())
+    unknown = [name for name in names if name not in PATCHES]
+    if unknown:
+        raise ValueError(f"unknown patch {', '.join(unknown)}; there are: {', '.join(PATCHES)}")
+    return [patch for name, patch in PATCHES.items() if name in names]

@@ -1,0 +1,201 @@
+"""Adam with Apex's interface, so that Megatron treats it as its fused optimizer.
+
+What Megatron relies on, and torch's AdamW does not give: ``step`` is one number a parameter group (an ``int`` in
+its checkpoints) instead of a tensor a parameter; the state holds tensors of the parameter's shape and nothing
+else, so it can be created empty and filled from a checkpoint. The arithmetic is torch's own fused kernel, on CPU
+and GPU, hence equal to ``torch.optim.AdamW(fused=True)``.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MASTER = "master_param"
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW (``adam_w_mode``) or Adam with L2 regularisation; moments in FP32 whatever the parameter's type.
+
+    A parameter that is not FP32 itself gets an FP32 master in its state: the update happens there, and
+    :meth:`after_update` writes it back. DTensor parameters are updated through their local shards.
+    ``capturable`` keeps ``step`` as a tensor on the device, for CUDA graphs; ``lr`` may then be a tensor too.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr=1e-3,
+        bias_correction=True,
+        betas=(0.9, 0.999),
+        eps=1e-8,
+        adam_w_mode=True,
+        weight_decay=0.0,
+        amsgrad=False,
+        *,
+        capturable=False,
+        set_grad_none=True,
+    ):
+        if amsgrad:
+            raise ValueError("FusedAdam: amsgrad is not supported")
+        if not torch.is_tensor(lr) and lr < 0:
+            raise ValueError(f"FusedAdam: lr must not be negative, got {lr}")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"FusedAdam: betas must lie in [0, 1), got {betas}")
+        if eps < 0 or weight_decay < 0:
+            raise ValueError(
+                f"FusedAdam: eps and weight_decay must not be negative, got {eps} and {weight_decay}"
+            )
+        self.adam_w_mode = bool(adam_w_mode)
+        self.capturable = bool(capturable)
+        self.set_grad_none = bool(set_grad_none)
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                bias_correction=bool(bias_correction),
+                betas=tuple(betas),
+                eps=eps,
+                weight_decay=weight_decay,
+            ),
+        )
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """One update of every parameter that has a gradient; a group's ``step`` counts for all of them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                self._advance(group, params[0].device)
+                self._update(group, params)
+        return loss
+
+    def after_update(self, param: torch.Tensor, master: torch.Tensor) -> None:
+        """Write the updated FP32 master back to a parameter of another kind.
+
+        Called for parameters that are tensor subclasses; plain ones are copied together.
+        """
+        param.copy_(master)
+
+    def load_state_dict(self, state_dict) -> None:
+        """As usual, but moments and masters keep FP32 (the base class casts them to the parameter's type)."""
+        super().load_state_dict(state_dict)
+        saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        params = [param for group in self.param_groups for param in group["params"]]
+        for saved_id, param in zip(saved_ids, params, strict=True):
+            for key, tensor in state_dict["state"].get(saved_id, {}).items():
+                loaded = self.state[param].get(key)
+                if torch.is_tensor(tensor) and torch.is_tensor(loaded) and loaded.dtype != tensor.dtype:
+                    self.state[param][key] = tensor.to(device=param.device, copy=True)
+        for group in self.param_groups:
+            if group.get("step") is not None and not self.capturable:
+                group["step"] = int(group["step"])
+
+    def _advance(self, group, device) -> None:
+        """Count the group's step; a checkpoint without one (None) starts at 0."""
+        step = group.get("step")
+        if self.capturable:
+            if not torch.is_tensor(step):
+                step = torch.full((), float(step or 0), dtype=torch.float32, device=device)
+            group["step"] = step.to(device).add_(1)
+        else:
+            group["step"] = int(step or 0) + 1
+
+    def _update(self, group, params) -> None:
+        batches = defaultdict(list)  # the kernel takes tensors of one device
+        copies = []
+        for param in params:
+            state = self._state_of(param)
+            target = state.get(MASTER, param)
+            gradient = _local(param.grad)
+            if gradient.is_sparse:
+                raise ValueError("FusedAdam: sparse gradients are not supported")
+            tensors = (_local(target), gradient.float(), *(_local(state[key]) for key in MOMENTS))
+            batches[tensors[0].device].append(tensors)
+            if target is not param:
+                copies.append((param, target))
+        for device, tensors in batches.items():
+            self._run(group, device, *(list(column) for column in zip(*tensors, strict=True)))
+        self._write_back(copies)
+
+    def _state_of(self, param) -> dict:
+        """The parameter's state, with whatever is missing created."""
+        state = self.state[param]
+        if param.dtype != torch.float32 and MASTER not in state:
+            state[MASTER] = param.detach().to(torch.float32)
+        like = state.get(MASTER, param)
+        for key in MOMENTS:
+            if key not in state:
+                state[key] = torch.zeros_like(like, dtype=torch.float32)
+        return state
+
+    def _run(self, group, device, targets, gradients, exp_avgs, exp_avg_sqs) -> None:
+        step = group["step"]
+        if not group["bias_correction"]:
+            self._run_uncorrected(group, targets, gradients, exp_avgs, exp_avg_sqs)
+            return
+        if not torch.is_tensor(step):
+            step = torch.full((), float(step), dtype=torch.float32, device=device)  # a fill: no host sync
+        kernel = torch._fused_adamw_ if self.adam_w_mode else torch._fused_adam_
+        lr = group["lr"]
+        kernel(
+            targets,
+            gradients,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [step.to(device)] * len(targets),
+            lr=lr.to(device) if torch.is_tensor(lr) else float(lr),
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            grad_scale=None,
+            found_inf=None,
+        )
+
+    def _run_uncorrected(self, group, targets, gradients, exp_avgs, exp_avg_sqs) -> None:
+        """Without bias correction, which torch's kernel always applies."""
+        (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
+        if decay and self.adam_w_mode:
+            torch._foreach_mul_(targets, 1 - lr * decay)
+        elif decay:
+            gradients = torch._foreach_add(gradients, targets, alpha=decay)
+        torch._foreach_lerp_(exp_avgs, gradients, 1 - beta1)
+        torch._foreach_mul_(exp_avg_sqs, beta2)
+        torch._foreach_addcmul_(exp_avg_sqs, gradients, gradients, 1 - beta2)
+        denominators = torch._foreach_sqrt(exp_avg_sqs)
+        torch._foreach_add_(denominators, group["eps"])
+        updates = torch._foreach_div(exp_avgs, denominators)
+        torch._foreach_mul_(updates, lr)
+        torch._foreach_sub_(targets, updates)
+
+    def _write_back(self, copies) -> None:
+        """The masters' new values into the parameters."""
+        plain = [pair for pair in copies if type(pair[0]) in (torch.Tensor, torch.nn.Parameter)]
+        if plain:
+            params, masters = zip(*plain, strict=True)
+            torch._foreach_copy_(list(params), list(masters))
+        for param, master in copies:
+            if type(param) in (torch.Tensor, torch.nn.Parameter):
+                continue
+            if hasattr(param, "to_local"):
+                self.after_update(_local(param), _local(master))
+            else:
+                self.after_update(param, master)
+
+
+def _local(tensor):
+    """A DTensor's own shard; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
