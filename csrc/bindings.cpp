@@ -1,0 +1,215 @@
+// Python bindings of one backend: argument checks, nothing else. Built twice, as megatron_hybrid._C (CPU) and
+// megatron_hybrid._C_cuda; both export the same functions.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+
+#include "backend.h"
+#include "cpu/dispatch.h"
+
+namespace py = pybind11;
+namespace backend = mh::MH_BACKEND;
+using mh::Dtype;
+using mh::Element;
+using mh::FormatSpec;
+using mh::ScaleRule;
+using mh::Where;
+
+namespace {
+
+#if defined(MH_IS_CUDA)
+constexpr const char* kWhereArg = "device";
+constexpr bool kIsCuda = true;
+#else
+constexpr const char* kWhereArg = "threads";
+constexpr bool kIsCuda = false;
+#endif
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+void check(bool ok, const std::string& message) {
+  if (!ok) throw py::value_error(message);
+}
+
+void check_range(const char* name, int64_t value, int64_t low, int64_t high) {
+  check(value >= low && value <= high, std::string(name) + "=" + std::to_string(value) + " must be in [" +
+                                           std::to_string(low) + ", " + std::to_string(high) + "]");
+}
+
+void check_pointer(const char* name, uintptr_t address, int64_t elements) {
+  check(address || elements == 0,
+        std::string(name) + " is a null pointer, but the call needs " + std::to_string(elements) + " elements there");
+}
+
+std::string block_text(int block_m, int block_k) { return std::to_string(block_m) + " x " + std::to_string(block_k); }
+
+// Scale blocks the kernels know: the whole tensor, a row or column, 1 x b, b x 1, b x b.
+void check_block(const FormatSpec& s) {
+  const int m = s.block_m, k = s.block_k;
+  const int side = m > k ? m : k;
+  const bool along = s.axis == 0 ? m == 1 : k == 1;
+  const bool preset = s.scale_rule == ScaleRule::fp32 && ((m == 0 && k == 0) || (along && m * k == 0 && m + k == 1));
+  const bool sized = side == 16 || side == 32 || side == 128;
+  const bool tiled = sized && ((m == side && k == side) || (along && m * k == side));
+  check(preset || tiled, "block_m x block_k = " + block_text(m, k) + " is not supported for axis=" +
+                             std::to_string(s.axis) + "; supported: 0 x 0, one row or column (1 x 0, 0 x 1; FP32 scales), " +
+                             "b along the axis or b x b for b in 16, 32, 128");
+  const bool whole_rows = preset && m + k == 1;
+  const bool outer_rows_fit = s.outer_rows ? whole_rows || (s.scale_rule == ScaleRule::e4m3_amax && along) : !whole_rows;
+  check(outer_rows_fit, "outer_rows does not fit block_m x block_k = " + block_text(m, k));
+}
+
+FormatSpec make_spec(int element, int scale_rule, int axis, int block_m, int block_k, bool pow2, double eps,
+                     bool outer_rows, bool rht, bool sr) {
+  check_range("element", element, 0, 2);
+  check_range("scale_rule", scale_rule, 1, 3);
+  check_range("axis", axis, 0, 1);
+  check_range("block_m", block_m, 0, 128);
+  check_range("block_k", block_k, 0, 128);
+  check(eps >= 0.0, "eps=" + std::to_string(eps) + " must not be negative");
+  const FormatSpec s{static_cast<Element>(element), static_cast<ScaleRule>(scale_rule), axis, block_m, block_k, pow2,
+                     static_cast<float>(eps), outer_rows, rht, sr};
+  const bool fp4 = s.element == Element::e2m1;
+  check(fp4 == (s.scale_rule == ScaleRule::e4m3_amax), "element e2m1 and scale_rule e4m3_amax go together only");
+  check(fp4 || (!rht && !sr), "rht and sr are for element e2m1 only");
+  check(!rht || block_m * block_k == 16, "rht needs blocks of 16 along the contraction axis");
+  check_block(s);
+  return s;
+}
+
+mh::Matrix matrix(const char* name, uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k) {
+  check_range("dtype", dtype, 0, 2);
+  check(m >= 0, "M=" + std::to_string(m) + " must not be negative");
+  check(k >= 0, "K=" + std::to_string(k) + " must not be negative");
+  check(stride_m >= 0 && stride_k >= 0, std::string(name) + ": strides must not be negative");
+  check_pointer(name, data, m * k);
+  return mh::Matrix{pointer<void>(data), static_cast<Dtype>(dtype), m, k, stride_m, stride_k};
+}
+
+Where where(uintptr_t stream, int threads_or_device) {
+  check_range(kWhereArg, threads_or_device, kIsCuda ? 0 : 1, 1 << 20);
+  return Where{stream, threads_or_device};
+}
+
+// Blocks along one extent; block 0 is the whole of it.
+int64_t num_blocks(int64_t extent, int block) { return block ? (extent + block - 1) / block : 1; }
+
+int64_t num_scales(const FormatSpec& s, int64_t m, int64_t k) {
+  return num_blocks(m, s.block_m) * num_blocks(k, s.block_k);
+}
+
+// Outer amaxes a cast reads: a tensor's, or one a row or column; none for formats that scale blocks only.
+int64_t num_amaxes(const FormatSpec& s, int64_t m, int64_t k) {
+  if (s.outer_rows) return s.axis == 0 ? m : k;
+  return s.scale_rule == ScaleRule::e4m3_amax || s.block_m == 0 ? 1 : 0;
+}
+
+template <class F>
+void run(F&& call) {
+#if defined(MH_IS_CUDA)
+  call();  // only enqueues
+#else
+  py::gil_scoped_release unlocked;
+  call();
+#endif
+}
+
+void amax(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k,
+          uintptr_t out, uintptr_t stream, int threads_or_device) {
+  const int64_t n = num_amaxes(spec, m, k);
+  check(n > 0 || spec.outer_rows, "amax: this format has no outer amax");
+  const mh::AmaxArgs args{spec, matrix("data", data, dtype, m, k, stride_m, stride_k), pointer<float>(out)};
+  check_pointer("out", out, n);
+  const Where w = where(stream, threads_or_device);
+  run([&] { backend::amax(args, w); });
+}
+
+void quantize(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k,
+              uintptr_t qdata, bool transposed, uintptr_t scale, uintptr_t amax, bool fixed_scale, uintptr_t rng,
+              uintptr_t row_ids, uintptr_t noop, uintptr_t stream, int threads_or_device) {
+  const mh::QuantizeArgs args{spec,
+                              matrix("data", data, dtype, m, k, stride_m, stride_k),
+                              {pointer<uint8_t>(qdata), transposed, pointer<void>(scale), pointer<float>(amax)},
+                              fixed_scale,
+                              pointer<int64_t>(rng),
+                              pointer<int64_t>(row_ids),
+                              pointer<int32_t>(noop)};
+  check_pointer("qdata", qdata, m * k);
+  check_pointer("scale", scale, num_scales(spec, m, k));
+  check_pointer("amax", amax, num_amaxes(spec, m, k));
+  check(!fixed_scale || (spec.scale_rule == ScaleRule::fp32 && num_amaxes(spec, m, k) > 0),
+        "fixed_scale is for FP32 scales of a tensor or row only");
+  check_pointer("rng", rng, spec.sr ? mh::kRngFields : 0);
+  const Where w = where(stream, threads_or_device);
+  run([&] { backend::quantize(args, w); });
+}
+
+void dequantize(const FormatSpec& spec, uintptr_t qdata, bool transposed, uintptr_t scale, uintptr_t amax, uintptr_t out,
+                int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k, bool outer, bool inverse_rht,
+                uintptr_t stream, int threads_or_device) {
+  const mh::DequantizeArgs args{spec,
+                                {pointer<uint8_t>(qdata), transposed, pointer<void>(scale), pointer<float>(amax)},
+                                matrix("out", out, dtype, m, k, stride_m, stride_k),
+                                outer,
+                                inverse_rht};
+  check_pointer("qdata", qdata, m * k);
+  check_pointer("scale", scale, num_scales(spec, m, k));
+  const bool reads_amax = outer && spec.scale_rule == ScaleRule::e4m3_amax && m * k > 0;
+  check_pointer("amax", amax, reads_amax ? num_amaxes(spec, m, k) : 0);
+  const Where w = where(stream, threads_or_device);
+  if (m * k == 0) return;
+  run([&] { backend::dequantize(args, w); });
+}
+
+void outer_scale(uintptr_t amax, uintptr_t out, int64_t n, uintptr_t stream, int threads_or_device) {
+  check(n >= 0, "n=" + std::to_string(n) + " must not be negative");
+  check_pointer("amax", amax, n);
+  check_pointer("out", out, n);
+  const Where w = where(stream, threads_or_device);
+  if (n == 0) return;
+  run([&] { backend::outer_scale(pointer<float>(amax), pointer<float>(out), n, w); });
+}
+
+void bind_spec(py::module_& m) {
+  // module_local: both extensions may live in one process
+  py::class_<FormatSpec>(m, "FormatSpec", py::module_local(), "One direction of a format; see csrc/numerics/format.h.")
+      .def(py::init(&make_spec), py::kw_only(), py::arg("element"), py::arg("scale_rule"), py::arg("axis"),
+           py::arg("block_m"), py::arg("block_k"), py::arg("pow2") = false, py::arg("eps") = 0.0,
+           py::arg("outer_rows") = false, py::arg("rht") = false, py::arg("sr") = false)
+      .def_property_readonly("element", [](const FormatSpec& s) { return static_cast<int>(s.element); })
+      .def_property_readonly("scale_rule", [](const FormatSpec& s) { return static_cast<int>(s.scale_rule); })
+      .def_readonly("axis", &FormatSpec::axis)
+      .def_readonly("block_m", &FormatSpec::block_m)
+      .def_readonly("block_k", &FormatSpec::block_k)
+      .def_readonly("pow2", &FormatSpec::pow2)
+      .def_readonly("eps", &FormatSpec::eps)
+      .def_readonly("outer_rows", &FormatSpec::outer_rows)
+      .def_readonly("rht", &FormatSpec::rht)
+      .def_readonly("sr", &FormatSpec::sr);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(MH_MODULE, m) {
+  m.doc() = "Casts between high precision and quantized formats; called through megatron_hybrid.kernels.";
+  bind_spec(m);
+  m.def("amax", &amax, py::arg("spec"), py::arg("data"), py::arg("dtype"), py::arg("M"), py::arg("K"),
+        py::arg("stride_m"), py::arg("stride_k"), py::arg("out"), py::arg("stream"), py::arg(kWhereArg));
+  m.def("quantize", &quantize, py::arg("spec"), py::arg("data"), py::arg("dtype"), py::arg("M"), py::arg("K"),
+        py::arg("stride_m"), py::arg("stride_k"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
+        py::arg("amax"), py::arg("fixed_scale"), py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"),
+        py::arg(kWhereArg));
+  m.def("dequantize", &dequantize, py::arg("spec"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
+        py::arg("amax"), py::arg("out"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
+        py::arg("stride_k"), py::arg("outer"), py::arg("inverse_rht"), py::arg("stream"), py::arg(kWhereArg));
+  m.def("outer_scale", &outer_scale, py::arg("amax"), py::arg("out"), py::arg("n"), py::arg("stream"), py::arg(kWhereArg));
+#if !defined(MH_IS_CUDA)
+  m.def("isa", &mh::cpu::isa, "Instruction set in use.");
+  m.def("isas", &mh::cpu::isas, "Instruction sets this processor runs.");
+  m.def("set_isa", &mh::cpu::set_isa, py::arg("name"), "Use another instruction set: same bytes, another speed.");
+#endif
+}

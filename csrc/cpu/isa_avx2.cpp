@@ -1,0 +1,2 @@
+#define MH_ISA avx2
+#include "kernels_isa.inc"

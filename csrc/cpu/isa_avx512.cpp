@@ -1,0 +1,2 @@
+#define MH_ISA avx512
+#include "kernels_isa.inc"

@@ -1,0 +1,2 @@
+#define MH_ISA baseline
+#include "kernels_isa.inc"

@@ -1,0 +1,111 @@
+// Number types: one traits struct each, one templated `encode` (FP32 -> code) and `decode` (code -> FP32).
+#pragma once
+
+#include "base.h"
+#include "format.h"
+
+MH_NUMERICS_BEGIN
+
+// |            | sign exp mantissa | bias | largest finite | Inf     | NaN                        |
+// | E4M3       | 1    4   3        | 7    | 448            | no      | 0x7f, 0xff                 |
+// | E5M2       | 1    5   2        | 15   | 57344          | 0x7c    | 0x7d..0x7f and their signs |
+// | E2M1       | 1    2   1        | 1    | 6              | no      | no                         |
+// | F16        | 1    5   10       | 15   | 65504          | 0x7c00  | above it                   |
+//
+// kMaxBits:  FP32 bits that larger magnitudes are clamped to before rounding.
+// kNan:      the code a NaN becomes (sign dropped). E2M1 has none: 0, and its block's scale carries the NaN.
+// kSpecial:  first magnitude code that is not finite; kHasInf: that one is Inf.
+struct E4M3 {
+  static constexpr int kBits = 8, kMantissa = 3, kBias = 7;
+  static constexpr int32_t kMaxBits = 0x43e00000;  // 448 = (1 + 0b110 * 2^-3) * 2^8
+  static constexpr float kMax = 448.0f;
+  static constexpr uint32_t kNan = 0x7f, kSpecial = 0x7f;
+  static constexpr bool kHasInf = false;
+};
+
+struct E5M2 {
+  static constexpr int kBits = 8, kMantissa = 2, kBias = 15;
+  static constexpr int32_t kMaxBits = 0x47600000;  // 57344 = (1 + 0b11 * 2^-2) * 2^15
+  static constexpr float kMax = 57344.0f;
+  static constexpr uint32_t kNan = 0x7f, kSpecial = 0x7c;
+  static constexpr bool kHasInf = true;
+};
+
+struct E2M1 {
+  static constexpr int kBits = 4, kMantissa = 1, kBias = 1;
+  static constexpr int32_t kMaxBits = 0x40c00000;  // 6 = (1 + 0b1 * 2^-1) * 2^2
+  static constexpr float kMax = 6.0f;
+  static constexpr uint32_t kNan = 0, kSpecial = 8;
+  static constexpr bool kHasInf = false;
+};
+
+// A storage type, not a payload: does not saturate. Its clamp is 65536, which rounds to Inf.
+struct F16 {
+  static constexpr int kBits = 16, kMantissa = 10, kBias = 15;
+  static constexpr int32_t kMaxBits = 0x47800000;  // 65536 = 2^16
+  static constexpr float kMax = 65504.0f;
+  static constexpr uint32_t kNan = 0x7e00, kSpecial = 0x7c00;
+  static constexpr bool kHasInf = true;
+};
+
+// FP32 -> code, nearest even, saturating. Branch-free, so that loops over it vectorise.
+template <class E>
+MH_HD uint32_t encode(float x) {
+  constexpr int kShift = 23 - E::kMantissa;  // FP32 mantissa bits that are rounded away
+  constexpr int32_t kMinNormal = (128 - E::kBias) << 23;
+  // A float whose last bit is worth the type's smallest step 2^(1 - bias - mantissa): adding it makes the FP32 adder
+  // round to that step, and the sum's low bits are the subnormal code.
+  constexpr int32_t kMagic = (127 + 1 - E::kBias - E::kMantissa + 23) << 23;
+
+  const uint32_t bits = float_bits(x);
+  const int32_t abs = static_cast<int32_t>(bits) & kAbsMask;
+  const int32_t a = abs < E::kMaxBits ? abs : E::kMaxBits;
+  // Adding half a step less one, plus the bit that would be last, rounds ties to even. A carry out of the mantissa
+  // moves into the exponent, which is what rounding up to the next power of two is.
+  const int32_t odd = (a >> kShift) & 1;
+  const int32_t normal = ((a + (1 << (kShift - 1)) - 1 + odd) >> kShift) - ((127 - E::kBias) << E::kMantissa);
+  const int32_t subnormal =
+      static_cast<int32_t>(float_bits(bits_float(static_cast<uint32_t>(a)) + bits_float(kMagic))) - kMagic;
+  const uint32_t magnitude = static_cast<uint32_t>(a < kMinNormal ? subnormal : normal);
+  const uint32_t code = magnitude | ((bits >> 31) << (E::kBits - 1));
+  return abs > kInfBits ? E::kNan : code;
+}
+
+template <class E>
+MH_HD float decode(uint32_t code) {
+  constexpr int kShift = 23 - E::kMantissa;
+  constexpr float kStep = 1.0f / static_cast<float>(1 << (E::kBias - 1 + E::kMantissa));  // smallest magnitude
+
+  const uint32_t magnitude = code & ((1u << (E::kBits - 1)) - 1);
+  const uint32_t sign = (code >> (E::kBits - 1)) << 31;
+  const uint32_t normal = (magnitude << kShift) + (static_cast<uint32_t>(127 - E::kBias) << 23);
+  const uint32_t subnormal = float_bits(static_cast<float>(static_cast<int32_t>(magnitude)) * kStep);
+  const uint32_t finite = magnitude < (1u << E::kMantissa) ? subnormal : normal;
+  const uint32_t special = E::kHasInf && magnitude == E::kSpecial ? kInfBits : kNanBits;
+  return bits_float((magnitude >= E::kSpecial ? special : finite) | sign);
+}
+
+// High-precision storage types, as raw bits.
+struct Float32 {
+  using Raw = float;
+  static MH_HD float load(Raw r) { return r; }
+  static MH_HD Raw store(float x) { return x; }
+};
+
+struct BFloat16 {
+  using Raw = uint16_t;
+  static MH_HD float load(Raw r) { return bits_float(static_cast<uint32_t>(r) << 16); }
+  static MH_HD Raw store(float x) {
+    const uint32_t bits = float_bits(x);
+    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return static_cast<Raw>(abs_bits(x) > kInfBits ? 0x7fc0u : rounded);
+  }
+};
+
+struct Float16 {
+  using Raw = uint16_t;
+  static MH_HD float load(Raw r) { return decode<F16>(r); }
+  static MH_HD Raw store(float x) { return static_cast<Raw>(encode<F16>(x)); }
+};
+
+MH_NUMERICS_END

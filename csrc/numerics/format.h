@@ -1,0 +1,74 @@
+// The vocabulary of every cast: plain data, no code, shared by the bindings, the CPU loops and the CUDA kernels.
+#pragma once
+
+#include <cstdint>
+
+namespace mh {
+
+enum class Element : int { e4m3 = 0, e5m2 = 1, e2m1 = 2 };
+enum class ScaleRule : int { none = 0, fp32 = 1, e8m0 = 2, e4m3_amax = 3 };
+enum class Dtype : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+// One direction of a format. `axis` is where the contraction runs: 0 along K (rowwise), 1 along M (columnwise).
+// `block_m` x `block_k` is the scale block in the (M, K) tensor, 0 meaning the whole extent.
+struct FormatSpec {
+  Element element;
+  ScaleRule scale_rule;
+  int axis;
+  int block_m;
+  int block_k;
+  bool pow2;        // FP32 scales floored to a power of two
+  float eps;        // lower bound of the amax (FP32 rule)
+  bool outer_rows;  // the outer amax is one a row (rowwise) or a column (columnwise), not one a tensor
+  bool rht;         // Hadamard of size 16 along the contraction axis
+  bool sr;          // stochastic rounding
+};
+
+// A strided (M, K) matrix of `dtype`; strides in elements.
+struct Matrix {
+  void* data;
+  Dtype dtype;
+  int64_t rows;
+  int64_t cols;
+  int64_t row_stride;
+  int64_t col_stride;
+};
+
+// Quantized payload and scales of one direction. `codes` is row-major (M, K), or (K, M) when `transposed`; FP4 packs
+// two codes a byte along the last stored dimension. `scale` is row-major over blocks. `amax` holds outer amaxes, or
+// for `fixed_scale` the encode scale itself.
+struct Payload {
+  uint8_t* codes;
+  bool transposed;
+  void* scale;
+  const float* amax;
+};
+
+// Layout of the random state that stochastic rounding reads, int64 each.
+enum RngField : int { kSeed = 0, kTensorId, kCounter, kRowOffset, kColOffset, kGlobalCols, kRngFields };
+
+struct QuantizeArgs {
+  FormatSpec spec;
+  Matrix x;
+  Payload out;
+  bool fixed_scale;
+  const int64_t* rng;
+  const int64_t* row_ids;  // global row of each row, instead of the row offset
+  const int32_t* noop;     // non-zero: leave every output untouched
+};
+
+struct DequantizeArgs {
+  FormatSpec spec;
+  Payload in;
+  Matrix out;
+  bool outer;        // apply NVFP4's 1/enc
+  bool inverse_rht;  // leave the transformed domain
+};
+
+struct AmaxArgs {
+  FormatSpec spec;
+  Matrix x;
+  float* out;
+};
+
+}  // namespace mh

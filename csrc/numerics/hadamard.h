@@ -1,0 +1,36 @@
+// Hadamard transform of size 16 with a fixed sign vector: y = H (s . x) / 4, and its inverse x = s . (H y / 4).
+#pragma once
+
+#include "base.h"
+
+MH_NUMERICS_BEGIN
+
+constexpr int kHadamardSize = 16;
+// s = + + + - + - - - - - - + - + - -, bit i set where s_i is negative
+constexpr uint32_t kHadamardSigns = 0xd7e8u;
+
+// In place over values v[0], v[stride], ...; FP32 without rounding steps in between. The order of the butterflies
+// (strides 1, 2, 4, 8) is part of the contract: FP32 sums depend on it. T is float, or a vector of floats.
+template <class T>
+MH_HD void hadamard16(T (&v)[kHadamardSize], bool inverse) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kHadamardSize; ++i)
+    if (!inverse && (kHadamardSigns >> i & 1)) v[i] = -v[i];
+#pragma GCC unroll 4
+  for (int step = 1; step < kHadamardSize; step *= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < kHadamardSize; ++i) {
+      if (i & step) continue;
+      const T a = v[i], b = v[i + step];
+      v[i] = a + b;
+      v[i + step] = a - b;
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kHadamardSize; ++i) {
+    v[i] = v[i] * 0.25f;
+    if (inverse && (kHadamardSigns >> i & 1)) v[i] = -v[i];
+  }
+}
+
+MH_NUMERICS_END

@@ -1,0 +1,110 @@
+// Scale rules: from the amax of a block (or of a tensor or row) to the multiplier of its elements and the stored scale.
+#pragma once
+
+#include "elements.h"
+
+MH_NUMERICS_BEGIN
+
+// --- FP32 rule -------------------------------------------------------------------------------------------------------
+
+// Encode scale max/amax. An amax that is 0, Inf or NaN gives 1; a quotient past FP32's range gives its largest number.
+MH_HD float fp32_encode_scale(float amax, float element_max, float eps, bool pow2) {
+  const float a = amax < eps ? eps : amax;  // a NaN compares false and stays
+  const float quotient = element_max / a;
+  const float finite = quotient > kFloatMax ? kFloatMax : quotient;
+  const float floored = bits_float(float_bits(finite) & (pow2 ? 0x7f800000u : 0xffffffffu));
+  return a > 0.0f && a <= kFloatMax ? floored : 1.0f;
+}
+
+// --- E8M0 ------------------------------------------------------------------------------------------------------------
+
+// Smallest power of two that is >= v, as a biased exponent. Rounding up keeps the block's maximum inside the element's
+// range; code 0 is 2^-127, whose FP32 is the subnormal 0x00400000.
+MH_HD uint32_t e8m0_encode(float v) {
+  const int32_t bits = abs_bits(v);
+  const int32_t exponent = bits >> 23;
+  const int32_t mantissa = bits & 0x7fffff;
+  const int32_t above = mantissa > (exponent == 0 ? 0x400000 : 0) ? 1 : 0;
+  const int32_t code = exponent + above < 254 ? exponent + above : 254;
+  return static_cast<uint32_t>(bits > kInfBits ? 255 : code);
+}
+
+MH_HD float e8m0_decode(uint32_t code) {
+  const uint32_t finite = code == 0 ? 0x00400000u : code << 23;
+  return bits_float(code == 255 ? static_cast<uint32_t>(kNanBits) : finite);
+}
+
+// 2^(127 - code), exact; NaN for a NaN block, which makes every element NaN.
+MH_HD float e8m0_multiplier(uint32_t code) {
+  const float finite = e8m0_decode(254 - (code < 254 ? code : 254));
+  return code == 255 ? bits_float(kNanBits) : finite;
+}
+
+// --- NVFP4: an E4M3 scale a block under an FP32 scale a tensor or row -------------------------------------------------
+
+// 2688 = 448 * 6: the largest value a block can reach. An amax of 0, or one so large that enc would be 0, gives 1.
+MH_HD float nvfp4_outer_encode(float amax) {
+  const float quotient = 2688.0f / amax;
+  const float finite = quotient > kFloatMax ? kFloatMax : quotient;
+  return amax > 0.0f && finite > 0.0f ? finite : 1.0f;
+}
+
+MH_HD uint32_t nvfp4_scale(float block_amax, float enc) {
+  const float s = block_amax * (enc * (1.0f / 6.0f));
+  return encode<E4M3>(s > kFloatMax ? kFloatMax : s);  // a NaN stays NaN: code 0x7f
+}
+
+// NaN for a NaN block, which makes all its codes 0 (E2M1 encodes NaN as 0).
+MH_HD float nvfp4_multiplier(uint32_t scale, float enc) {
+  const float m = 1.0f / (decode<E4M3>(scale) * (1.0f / enc));
+  return m > kFloatMax ? kFloatMax : m;
+}
+
+// --- all rules under one call ----------------------------------------------------------------------------------------
+
+// A block's scale: what is stored (a byte, or FP32 decode scale) and what its elements are multiplied by.
+struct BlockScale {
+  float multiplier;
+  float fp32;
+  uint8_t byte;
+};
+
+MH_HD float element_max(Element e) {
+  return e == Element::e4m3 ? E4M3::kMax : e == Element::e5m2 ? E5M2::kMax : E2M1::kMax;
+}
+
+// 1/max as an FP32 constant: E8M0 multiplies by it, other rules divide by the amax.
+MH_HD float element_max_inv(Element e) {
+  return e == Element::e4m3 ? 1.0f / 448.0f : e == Element::e5m2 ? 1.0f / 57344.0f : 1.0f / 6.0f;
+}
+
+// `enc` is the outer encode scale; only NVFP4 reads it.
+template <ScaleRule rule>
+MH_HD BlockScale block_scale(const FormatSpec& spec, float amax, float enc) {
+  BlockScale out{};
+  if constexpr (rule == ScaleRule::fp32) {
+    out.multiplier = fp32_encode_scale(amax, element_max(spec.element), spec.eps, spec.pow2);
+    out.fp32 = 1.0f / out.multiplier;
+  } else if constexpr (rule == ScaleRule::e8m0) {
+    const uint32_t code = e8m0_encode(amax * element_max_inv(spec.element));
+    out.multiplier = e8m0_multiplier(code);
+    out.byte = static_cast<uint8_t>(code);
+  } else {
+    const uint32_t code = nvfp4_scale(amax, enc);
+    out.multiplier = nvfp4_multiplier(code, enc);
+    out.byte = static_cast<uint8_t>(code);
+  }
+  return out;
+}
+
+// Formats whose scale comes from an amax known before the cast: a tensor's, or a row's.
+MH_HD bool is_preset(const FormatSpec& spec) {
+  return spec.scale_rule == ScaleRule::fp32 && (spec.block_m == 0 || spec.block_k == 0);
+}
+
+// Their encode scale. `fixed`: the amax buffer holds it already.
+MH_HD float preset_encode_scale(const FormatSpec& spec, float amax, bool fixed) {
+  return fixed ? amax : fp32_encode_scale(amax, element_max(spec.element), spec.eps, spec.pow2);
+}
+
+MH_NUMERICS_END
