@@ -1,0 +1,1 @@
+"""What a training run did: its log read back, and plotted."""
