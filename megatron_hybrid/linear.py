@@ -50,6 +50,9 @@ class WeightCache:
     def __init__(self):
         self.invalidate()
 
+    def __reduce__(self):
+        return WeightCache, ()  # a copied or pickled module starts with an empty cache
+
     def invalidate(self) -> None:
         self._key, self._held = None, [None, None]
 

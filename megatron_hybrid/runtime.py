@@ -126,6 +126,11 @@ class LinearRuntime(torch.nn.Module):
         if self.weight_cache is not None:
             self.weight_cache.invalidate()
 
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.weight_cache is not None:
+            self.weight_cache.invalidate()
+
     def check(self, recipe: Recipe) -> None:
         """Raise `PlanError` if this module could not follow `recipe`; changes nothing."""
         for device in self._plans:

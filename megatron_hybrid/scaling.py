@@ -46,7 +46,8 @@ class DelayedState:
         """End of a step: the next scale from the history, then roll it by one to the higher index."""
         h = self.history
         amax = h.max() if fmt.option("algo") == "max" else h[0]
-        scale = (ELEMENTS[fmt.element].max * 2.0 ** -fmt.option("margin")) / amax
+        # tensor / tensor: torch turns `number / tensor` into a reciprocal and a product, which rounds twice
+        scale = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0 ** -fmt.option("margin")) / amax
         usable = torch.isfinite(amax) & (amax > 0)
         self.scale.copy_(torch.where(usable, scale.clamp(max=FLT_MAX), self.scale))
         h.copy_(torch.roll(h, 1))
