@@ -16,6 +16,7 @@ from .formats import ELEMENTS, ROWWISE, Format
 
 _MODULES = {"cpu": "megatron_hybrid._C", "cuda": "megatron_hybrid._C_cuda"}
 _SRC_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _SCALE_RULES = {"none": 0, "fp32": 1, "e8m0": 2, "e4m3_amax": 3}
 
 
@@ -62,9 +63,9 @@ def spec(fmt: Format, direction: str, device: torch.device):
 
 
 def _where(t: torch.Tensor) -> tuple[int, int]:
-    """(stream, threads) of a call: the current CUDA stream, or 0 and torch's CPU thread count."""
+    """Where a call runs: the tensor's CUDA device and that device's current stream, or torch's CPU threads."""
     if t.device.type == "cuda":
-        return torch.cuda.current_stream(t.device).cuda_stream, 0
+        return torch.cuda.current_stream(t.device).cuda_stream, t.device.index
     return 0, torch.get_num_threads()
 
 
@@ -82,9 +83,23 @@ def _matrix(x: torch.Tensor) -> tuple:
     return x.data_ptr(), code, x.shape[0], x.shape[1], x.stride(0), x.stride(1)
 
 
+def _traced(t: torch.Tensor) -> bool:
+    """True under torch.compile, export and fake or functional tensors: then the call must be an operator."""
+    return torch.compiler.is_compiling() or type(t) not in _PLAIN
+
+
+def _operators():
+    from . import ops  # registers them
+
+    return ops
+
+
 def amax(x: torch.Tensor, fmt: Format, direction: str, out: torch.Tensor) -> torch.Tensor:
     """Outer amaxes of ``x`` (M, K) for a cast: float32 ``out`` of ``fmt.amax_shape``; after the Hadamard
     transform where the format has one. Per-tensor and per-row FP8 propagate NaN; NVFP4 ignores it."""
+    if _traced(x):
+        _operators().amax_(x, str(fmt), direction, out)
+        return out
     extension(x.device.type).amax(spec(fmt, direction, x.device), *_matrix(x), out.data_ptr(), *_where(x))
     return out
 
@@ -100,6 +115,9 @@ def quantize(x, fmt, direction, *, qdata, scale, amax=None, transposed=False, fi
     rng: int64 tensor (seed, tensor_id, step * microbatches + microbatch, row offset, column offset, global K)
     on x's device, for `sr`; row_ids: int64 (M,) global row of each row, instead of the row offset. noop: int32 device flag; non-zero leaves every output untouched.
     """
+    if _traced(x):
+        _operators().quantize_(x, str(fmt), direction, qdata, scale, amax, transposed, fixed_scale, rng, row_ids, noop)
+        return
     extension(x.device.type).quantize(
         spec(fmt, direction, x.device), *_matrix(x), _ptr(qdata), transposed, _ptr(scale), _ptr(amax), fixed_scale,
         _ptr(rng), _ptr(row_ids), _ptr(noop), *_where(x)
@@ -111,6 +129,9 @@ def dequantize(qdata, scale, amax, fmt, direction, M, K, *, transposed, out, out
 
     ``outer=False`` leaves NVFP4's outer scale 1/enc out (a GEMM applies it in its epilogue);
     ``inverse_rht=False`` stays in the transformed domain."""
+    if _traced(out):
+        _operators().dequantize_(qdata, scale, amax, str(fmt), direction, transposed, out, outer, inverse_rht)
+        return
     ptr, code, m, k, sm, sk = _matrix(out)
     if (m, k) != (M, K):
         raise ValueError(f"dequantize into {(m, k)}, expected {(M, K)}")
@@ -122,5 +143,8 @@ def dequantize(qdata, scale, amax, fmt, direction, M, K, *, transposed, out, out
 
 def outer_scale(amax: torch.Tensor, fmt: Format, out: torch.Tensor) -> torch.Tensor:
     """NVFP4's decode factor 1/enc (float32, elementwise) from outer amaxes."""
+    if _traced(amax):
+        _operators().outer_scale_(amax, str(fmt), out)
+        return out
     extension(amax.device.type).outer_scale(amax.data_ptr(), out.data_ptr(), amax.numel(), *_where(amax))
     return out

@@ -86,8 +86,17 @@ class FusedAdam(torch.optim.Optimizer):
         """
         param.copy_(master)
 
+    def state_dict(self):
+        """As usual; ``step`` is an ``int`` in it, also when it lives on the device."""
+        state_dict = super().state_dict()
+        for group in state_dict["param_groups"]:
+            if torch.is_tensor(group.get("step")):
+                group["step"] = int(group["step"])
+        return state_dict
+
     def load_state_dict(self, state_dict) -> None:
         """As usual, but moments and masters keep FP32 (the base class casts them to the parameter's type)."""
+        device_steps = [group.get("step") for group in self.param_groups]
         super().load_state_dict(state_dict)
         saved_ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         params = [param for group in self.param_groups for param in group["params"]]
@@ -96,9 +105,10 @@ class FusedAdam(torch.optim.Optimizer):
                 loaded = self.state[param].get(key)
                 if torch.is_tensor(tensor) and torch.is_tensor(loaded) and loaded.dtype != tensor.dtype:
                     self.state[param][key] = tensor.to(device=param.device, copy=True)
-        for group in self.param_groups:
-            if group.get("step") is not None and not self.capturable:
-                group["step"] = int(group["step"])
+        for group, device_step in zip(self.param_groups, device_steps, strict=True):
+            step = int(group.get("step") or 0)
+            # A captured graph knows the tensor that counts, so its value changes and not the tensor.
+            group["step"] = device_step.fill_(step) if torch.is_tensor(device_step) else step
 
     def _advance(self, group, device) -> None:
         """Count the group's step; a checkpoint without one (None) starts at 0."""
@@ -116,10 +126,8 @@ class FusedAdam(torch.optim.Optimizer):
         for param in params:
             state = self._state_of(param)
             target = state.get(MASTER, param)
-            gradient = _local(param.grad)
-            if gradient.is_sparse:
-                raise ValueError("FusedAdam: sparse gradients are not supported")
-            tensors = (_local(target), gradient.float(), *(_local(state[key]) for key in MOMENTS))
+            tensors = tuple(_local(tensor) for tensor in (target, param.grad, *(state[key] for key in MOMENTS)))
+            tensors = (tensors[0], _gradient_for(*tensors[:2]), *tensors[2:])
             batches[tensors[0].device].append(tensors)
             if target is not param:
                 copies.append((param, target))
@@ -194,6 +202,15 @@ class FusedAdam(torch.optim.Optimizer):
                 self.after_update(_local(param), _local(master))
             else:
                 self.after_update(param, master)
+
+
+def _gradient_for(target, gradient):
+    """The gradient in FP32, laid out as its target is: the kernel walks both in memory order."""
+    if gradient.is_sparse:
+        raise ValueError("FusedAdam: sparse gradients are not supported")
+    if gradient.stride() != target.stride():
+        return torch.empty_like(target).copy_(gradient)
+    return gradient.float()
 
 
 def _local(tensor):

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from . import kernels
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE, Format, nearest, parse_format
-from .storage import QuantizedStorage, cast, check_call, derive_columnwise
+from .storage import QuantizedStorage, cast, cast_into, check_call, derive_columnwise
 
 SOURCES = ("original", "rowwise_dequantized")
+SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def as_matrix(x: torch.Tensor) -> torch.Tensor:
+    """`x` (..., K) as (M, K), leading dimensions flattened; a scalar is (1, 1). A view where strides allow."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1]) if x.dim() else x.reshape(1, 1)
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class HybridQuantizer:
         These may be max-reduced over ranks and given back to `quantize`. A derived column's amax is that of the
         rowwise decode, which is not known yet: None.
         """
-        x2d = x.reshape(-1, x.shape[-1])
+        x2d = as_matrix(x)
         return tuple(self._amax(x2d, fmt, d) for fmt, d in zip(self.formats(), DIRECTIONS))
 
     def _amax(self, x, fmt, direction):
@@ -102,6 +109,63 @@ class HybridQuantizer:
         """
         from .tensor import HybridTensor
 
-        x2d = x.detach().reshape(-1, x.shape[-1]) if x.dim() else x.detach().reshape(1, 1)
+        x2d = as_matrix(x.detach())
+        self.check_arguments(x2d, rowwise, columnwise, state=state, amax=amax, rng=rng)
+        if any(f is not None and not f.is_quantized for f in self.formats()):
+            x2d = x2d.clone(memory_format=torch.contiguous_format)  # the payload is the tensor: not the caller's
         row, col = self.cast(x2d, rowwise=rowwise, columnwise=columnwise, state=state, amax=amax, rng=rng)
-        return HybridTensor.from_storages(row, col, tuple(x.shape), x.dtype, self)
+        return HybridTensor.from_storages(row, col, tuple(x.shape), x.dtype, self, device=x.device)
+
+    def update(
+        self, row: QuantizedStorage | None, col: QuantizedStorage | None, x: torch.Tensor, *,
+        state=None, amax=None, rng=None, noop=None,
+    ) -> None:  # fmt: skip
+        """Cast `x` (M, K) into the given payloads, in place; a payload that is None is left out.
+
+        A derived column is cast from the decode of the *updated* row, or of a row cast only for it when `row` is
+        None. noop: int32 device flag; non-zero leaves every byte as it was. Check with `check_arguments` first.
+        """
+        state, amax = state or (None, None), amax or (None, None)
+        if row is not None:
+            cast_into(row, x, amax=amax[0], state=state[0], rng=rng, noop=noop)
+        if col is None:
+            return
+        if self.derives_columnwise:
+            if row is None:
+                row = cast(
+                    x, self.rowwise, ROWWISE, dtype=col.dtype, amax=amax[0], state=state[0], rng=rng, noop=noop
+                )
+            x = row.dequantize(row.dtype)
+        elif row is not None and col.qdata is row.qdata:
+            return  # both directions are the one high-precision tensor
+        cast_into(col, x, amax=amax[1], state=state[1], rng=rng, noop=noop)
+
+    def check_arguments(self, x, rowwise=True, columnwise=True, *, state=None, amax=None, rng=None, noop=None):
+        """Raise ``ValueError`` for anything a cast of `x` (M, K) would fail on, before anything is written."""
+        if x.dtype not in SOURCE_DTYPES:
+            raise ValueError(f"cannot quantize dtype {x.dtype}; supported: {', '.join(map(str, SOURCE_DTYPES))}")
+        columnwise = columnwise and self.columnwise is not None
+        rowwise = self.rowwise is not None and (rowwise or (columnwise and self.derives_columnwise))
+        state, amax = state or (None, None), amax or (None, None)
+        for wanted, fmt, d, s, a in zip((rowwise, columnwise), self.formats(), DIRECTIONS, state, amax, strict=True):
+            if not wanted:
+                continue
+            check_call(fmt, d, s, rng)
+            if fmt.is_quantized:
+                kernels.spec(fmt, d, x.device)
+            if a is not None:
+                _check_tensor(a, f"{d} {fmt}: amax", torch.float32, fmt.amax_shape(*x.shape, d), x.device)
+            if s is not None and fmt.is_stateful:
+                _check_tensor(s.scale, f"{d} {fmt}: state.scale", torch.float32, (), x.device)
+            if fmt.sr:
+                _check_tensor(rng.values, f"{d} {fmt}: rng.values", torch.int64, (6,), x.device)
+        if noop is not None:
+            _check_tensor(noop.reshape(-1), "noop_flag", torch.int32, (1,), x.device)
+
+
+def _check_tensor(t: torch.Tensor, what: str, dtype, shape, device) -> None:
+    if shape is None:
+        raise ValueError(f"{what} was given, but the format has none")
+    found = (t.dtype, tuple(t.shape), t.device)
+    if found != (dtype, tuple(shape), device):
+        raise ValueError(f"{what} must be {dtype} {tuple(shape)} on {device}, found {found[0]} {found[1]} on {found[2]}")

@@ -21,8 +21,10 @@ class QuantizedStorage:
                         Recorded, never guessed from a shape.
     qdata               uint8 codes; FP4 packs two a byte along the last stored dimension, the even one low.
                         `high_precision`: the tensor itself, (M, K), any strides.
-    scale               block scales in `Format.scale_shape`, always in canonical row-major order, or None
+    scale               block scales in `Format.scale_shape`, never swizzled, or None
     outer_amax          float32 amaxes of `Format.amax_shape` (NVFP4), or None
+
+    A fresh payload's tensors are contiguous; those of a piece of one (storage_layout.py) may be strided views.
     """
 
     format: Format
@@ -78,7 +80,7 @@ class QuantizedStorage:
         codes = self.qdata
         if self.format.bits == 4:
             last = M if self.transposed else K
-            codes = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2)[:, :last]
+            codes = unpack_fp4(codes, last)
         return (codes.T if self.transposed else codes).contiguous()
 
     def block_scale(self) -> torch.Tensor:
@@ -115,8 +117,9 @@ class QuantizedStorage:
         if not self.format.is_quantized:
             return out.copy_(self.qdata)
         M, K = self.shape
+        qdata, scale, amax = (None if t is None else t.contiguous() for t in (self.qdata, self.scale, self.outer_amax))
         kernels.dequantize(
-            self.qdata, self.scale, self.outer_amax, self.format, self.direction, M, K,
+            qdata, scale, amax, self.format, self.direction, M, K,
             transposed=self.transposed, out=out, outer=outer, inverse_rht=inverse_rht,
         )  # fmt: skip
         return out
@@ -141,18 +144,26 @@ def high_precision_storage(x: torch.Tensor, fmt: Format, direction: str, dtype: 
     return QuantizedStorage(fmt, direction, tuple(x.shape), dtype, False, x.to(dtype))
 
 
-def cast(x, fmt: Format, direction: str, *, dtype=None, amax=None, state=None, rng=None, transposed=False):
+def unpack_fp4(packed: torch.Tensor, n: int) -> torch.Tensor:
+    """uint8 (..., ceil(n / 2)) -> codes (..., n): the even one is the low nibble."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)[..., :n]
+
+
+def cast(
+    x, fmt: Format, direction: str, *, dtype=None, amax=None, state=None, rng=None, transposed=False, noop=None
+):
     """Cast `x` (M, K) to one direction's payload.
 
     amax: float32 of `fmt.amax_shape` (already reduced over ranks), computed from `x` when None. state: a
     `DelayedState`, required by delayed scaling, whose history records this tensor's amax. rng: an `Rng`,
-    required by stochastic rounding. Raises ``ValueError`` when state or rng is missing.
+    required by stochastic rounding. noop: int32 device flag; non-zero records nothing and leaves the result
+    unwritten. Raises ``ValueError`` when state or rng is missing.
     """
     dtype = dtype or x.dtype
     if not fmt.is_quantized:
         return high_precision_storage(x, fmt, direction, dtype)
     out = QuantizedStorage.empty(fmt, direction, tuple(x.shape), dtype, x.device, transposed=transposed)
-    cast_into(out, x, amax=amax, state=state, rng=rng)
+    cast_into(out, x, amax=amax, state=state, rng=rng, noop=noop)
     return out
 
 
@@ -166,17 +177,21 @@ def cast_into(out: QuantizedStorage, x, *, amax=None, state=None, rng=None, noop
         return
     if amax is None and (shape := fmt.amax_shape(*x.shape, direction)) is not None:
         amax = kernels.amax(x, fmt, direction, torch.empty(shape, dtype=torch.float32, device=x.device))
-    outer = amax
+    outer = None if amax is None else amax.contiguous()
     if fmt.is_stateful:
         state.record(amax, noop)
         outer = state.scale
     elif out.outer_amax is not None:
         out.outer_amax.copy_(amax if noop is None else torch.where(noop.bool(), out.outer_amax, amax))
+    qdata, scale = out.qdata.contiguous(), out.scale.contiguous()  # pieces are strided: written through a copy
     kernels.quantize(
-        x, fmt, direction, qdata=out.qdata, scale=out.scale, amax=outer, transposed=out.transposed,
+        x, fmt, direction, qdata=qdata, scale=scale, amax=outer, transposed=out.transposed,
         fixed_scale=fmt.is_stateful, rng=None if rng is None else rng.values,
         row_ids=None if rng is None else rng.row_ids, noop=noop,
     )  # fmt: skip
+    for buffer, written in ((out.qdata, qdata), (out.scale, scale)):
+        if written is not buffer:
+            buffer.copy_(written)
 
 
 def check_call(fmt: Format, direction: str, state, rng) -> None:

@@ -29,9 +29,12 @@ PATCHES: dict[str, Patch] = {
 
 
 def apply_all(names=None) -> list[Status]:
-    """Apply the named patches (all, without names). Raises :class:`PatchError` at the first that cannot be."""
+    """Apply the named patches (all, without names), or raise :class:`PatchError` and apply none of them."""
+    selected = _select(names)
     with quiet_missing_te_warnings():
-        return [patch.apply() for patch in _select(names)]
+        for patch in selected:
+            patch.check()
+        return [patch.apply() for patch in selected]
 
 
 def revert_all(names=None) -> list[Status]:

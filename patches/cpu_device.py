@@ -16,7 +16,7 @@ import sys
 import torch
 
 from . import cpu_collectives, cpu_cuda, cpu_tensors
-from .framework import APPLIED, Patch, Status
+from .framework import Patch, Status
 
 _RNG_LOGGER = "megatron.core.tensor_parallel.random"
 _patch: Patch | None = None
@@ -66,7 +66,7 @@ def uninstall() -> Status:
 
 def is_installed() -> bool:
     """Whether ``torch.cuda`` is the stand-in now."""
-    return _patch is not None and _patch.status().state == APPLIED
+    return _patch is not None and _patch.is_applied
 
 
 def _not_the_shared_generator(record: logging.LogRecord) -> bool:

@@ -110,15 +110,22 @@ class Patch:
     def targets(self) -> tuple[str, ...]:
         return tuple(change.target for change in self.changes)
 
+    @property
+    def is_applied(self) -> bool:
+        return self.name in _applied
+
+    def check(self) -> None:
+        """Raise :class:`PatchError` if the patch could not be applied here. Changes nothing."""
+        if not self.is_applied:
+            self._find()
+
     def apply(self) -> Status:
         """Put every change in place, or raise :class:`PatchError` and change nothing."""
-        if self.name in _applied:
+        if self.is_applied:
             return self.status()
-        version = self._check_version()
-        reason = self.not_needed()
+        located, reason = self._find()
         if reason:
             return self._status(NOT_NEEDED, reason)
-        located = [(change, *self._locate(change, version)) for change in self.changes]
         prepared = [self._prepare(change, owner, name) for change, owner, name in located]
         done: list[_Applied] = []
         try:
@@ -152,18 +159,21 @@ class Patch:
             lost = [record.target for record in records if not record.is_in_place()]
             return self._status(OVERWRITTEN, ", ".join(lost)) if lost else self._status(APPLIED)
         try:
-            version = self._check_version()
-            reason = self.not_needed()
-            if reason:
-                return self._status(NOT_NEEDED, reason)
-            for change in self.changes:
-                self._locate(change, version)
+            _, reason = self._find()
         except PatchError as error:
             return self._status(UNAVAILABLE, str(error))
-        return self._status(NOT_APPLIED)
+        return self._status(NOT_NEEDED, reason) if reason else self._status(NOT_APPLIED)
 
     def _status(self, state: str, detail: str = "") -> Status:
         return Status(self.name, state, detail, self.targets, self.versions, self.why, self.remove_when)
+
+    def _find(self) -> tuple[list[tuple[Change, Any, str]], str | None]:
+        """Where every change goes; or the reason why none is needed."""
+        version = self._check_version()
+        reason = self.not_needed()
+        if reason:
+            return [], reason
+        return [(change, *self._locate(change, version)) for change in self.changes], None
 
     def _check_version(self) -> str:
         version = installed_version(self.package)

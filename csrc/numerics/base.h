@@ -6,8 +6,10 @@
 
 #if defined(__CUDACC__)
 #define MH_HD __host__ __device__ __forceinline__
+#define MH_UNROLL _Pragma("unroll")
 #else
 #define MH_HD inline __attribute__((always_inline))
+#define MH_UNROLL _Pragma("GCC unroll 16")
 #endif
 
 // The CPU loops are compiled once per instruction set. Each build names its own inline namespace, so that the linker

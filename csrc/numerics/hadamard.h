@@ -13,12 +13,12 @@ constexpr uint32_t kHadamardSigns = 0xd7e8u;
 // (strides 1, 2, 4, 8) is part of the contract: FP32 sums depend on it. T is float, or a vector of floats.
 template <class T>
 MH_HD void hadamard16(T (&v)[kHadamardSize], bool inverse) {
-#pragma GCC unroll 16
+  MH_UNROLL
   for (int i = 0; i < kHadamardSize; ++i)
     if (!inverse && (kHadamardSigns >> i & 1)) v[i] = -v[i];
-#pragma GCC unroll 4
+  MH_UNROLL
   for (int step = 1; step < kHadamardSize; step *= 2) {
-#pragma GCC unroll 16
+    MH_UNROLL
     for (int i = 0; i < kHadamardSize; ++i) {
       if (i & step) continue;
       const T a = v[i], b = v[i + step];
@@ -26,7 +26,7 @@ MH_HD void hadamard16(T (&v)[kHadamardSize], bool inverse) {
       v[i + step] = a - b;
     }
   }
-#pragma GCC unroll 16
+  MH_UNROLL
   for (int i = 0; i < kHadamardSize; ++i) {
     v[i] = v[i] * 0.25f;
     if (inverse && (kHadamardSigns >> i & 1)) v[i] = -v[i];

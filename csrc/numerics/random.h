@@ -11,7 +11,7 @@ struct Philox {
 };
 
 MH_HD Philox philox_4x32_10(Philox c, uint32_t k0, uint32_t k1) {
-#pragma GCC unroll 10
+  MH_UNROLL
   for (int round = 0; round < 10; ++round) {
     const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.c0;
     const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.c2;

@@ -20,14 +20,13 @@ from typing import Protocol
 import torch
 
 from ..formats import COLUMNWISE, ROWWISE, Format
+from ..quantizer_spec import GEMMS
 from ..storage import QuantizedStorage
 
-GEMMS = ("fprop", "dgrad", "wgrad")
-OPERANDS = {  # gemm -> ((operand A, its direction), (operand B, its direction))
-    "fprop": (("input", ROWWISE), ("weight", ROWWISE)),
-    "dgrad": (("grad_output", ROWWISE), ("weight", COLUMNWISE)),
-    "wgrad": (("grad_output", COLUMNWISE), ("input", COLUMNWISE)),
-}
+_DIRECTIONS = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgrad": (COLUMNWISE, COLUMNWISE)}
+
+# gemm -> ((operand A, its direction), (operand B, its direction))
+OPERANDS = {gemm: tuple(zip(names, _DIRECTIONS[gemm])) for gemm, names in GEMMS.items()}
 
 
 @dataclass(frozen=True)
