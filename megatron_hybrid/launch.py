@@ -1,0 +1,126 @@
+"""Run a Megatron pretraining script with recipes: its flags, ours beside them, nothing in the script changed.
+
+    torchrun --nproc-per-node 2 -m megatron_hybrid.launch pretrain_gpt.py <Megatron's flags> --hq-recipe mxfp8
+
+`prepare` does all of it, and scripts/pretrain_gpt.py calls it too: the CPU stand-in where there is no GPU, the
+patches for machines without Transformer Engine and Apex, our flags in Megatron's parser, and our checks around its
+own. The recipe reaches the model as `--spec`, whatever way the script builds it from there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import runpy
+import sys
+from pathlib import Path
+
+USAGE = """usage: torchrun --nproc-per-node N -m megatron_hybrid.launch SCRIPT.py [Megatron's flags] [--hq-... flags]
+
+Runs a Megatron pretraining script for GPT models with the flags of scripts/pretrain_gpt.py --help added to its own.
+"""
+_MODULE = "megatron.training.arguments"
+
+
+def prepare() -> None:
+    """Make this process ready for a script that trains with Megatron. Call it before megatron is imported.
+
+    Raises `UserError` when Megatron-Core is missing or of another version.
+    """
+    import torch
+
+    from . import patches
+    from .mcore import versions
+    from .patches import cpu_device
+
+    versions.require()
+    if not torch.cuda.is_available():
+        cpu_device.install()
+    patches.apply_all()
+    arguments_patch().apply()
+    # a line for every module of every layer; our summary says the same in two
+    logging.getLogger("megatron.core.quantization.quant_config").setLevel(logging.WARNING)
+
+
+def arguments_patch():
+    """Our flags and checks inside Megatron's argument handling."""
+    from .mcore import versions
+    from .patches.framework import Change, Patch
+
+    return Patch(
+        name="arguments",
+        changes=(
+            Change(f"{_MODULE}:add_megatron_arguments", _adding_ours),
+            Change(f"{_MODULE}:validate_args", _validating_ours),
+        ),
+        versions=versions.SUPPORTED,
+        why="unmodified scripts have no place to add flags, and Megatron answers mistakes with assertions",
+        remove_when="Megatron has a registry of extensions that may add flags",
+    )
+
+
+def _adding_ours(original):
+    @functools.wraps(original)
+    def add_megatron_arguments(parser):
+        from .mcore import arguments
+        from .patches import cpu_device
+
+        return arguments.add_arguments(original(parser), on_cpu=cpu_device.is_installed())
+
+    return add_megatron_arguments
+
+
+def _validating_ours(original):
+    @functools.wraps(original)
+    def validate_args(args, *defaults, **kwargs):
+        if not _chosen_recipe(args):
+            return original(args, *defaults, **kwargs)
+        from .mcore import run
+        from .mcore.errors import UserError
+
+        recipe = run.before_validation(args)
+        quiet = io.StringIO() if args.hq_explain else sys.stdout  # it prints every argument
+        try:
+            with contextlib.redirect_stdout(quiet):
+                result = original(args, *defaults, **kwargs)
+        except AssertionError as error:
+            if not str(error):  # without words, the traceback is all there is
+                raise
+            raise UserError(f"Megatron's arguments: {error}") from error
+        run.after_validation(args, recipe)
+        return result
+
+    return validate_args
+
+
+def _chosen_recipe(args) -> bool:
+    """Settle ``args.hq_recipe``; False when the model's layers come from elsewhere."""
+    from .mcore import arguments, validation
+
+    if args.hq_recipe is None and args.spec is None:
+        args.hq_recipe = arguments.DEFAULT_RECIPE
+    elif args.hq_recipe is None and args.spec[0] == validation.RECIPES_MODULE and len(args.spec) == 2:
+        args.hq_recipe = args.spec[1]
+    return args.hq_recipe is not None
+
+
+def main() -> None:
+    from .mcore.errors import UserError, user_errors
+
+    if len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
+        print(USAGE)
+        raise SystemExit(0 if len(sys.argv) > 1 else 2)
+    with user_errors():
+        script = Path(sys.argv[1])
+        if not script.is_file():
+            raise UserError(f"no script {script}; {USAGE.splitlines()[0]}")
+        prepare()
+        sys.argv = sys.argv[1:]
+        sys.path[0] = str(script.resolve().parent)  # where a script's own imports are looked for
+        runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""Our command-line flags, and the defaults of Megatron's that a machine without Transformer Engine needs.
+
+Importing this costs nothing: Megatron is imported when a parser is built.
+"""
+
+# No `from __future__ import annotations`: Megatron's ArgumentGroupFactory reads the fields' types.
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import typing
+from dataclasses import dataclass
+
+from .errors import UserError
+
+DEFAULT_RECIPE = "bf16"
+
+
+def _flag(default, help: str, **argparse_kwargs):
+    return dataclasses.field(default=default, metadata={"argparse_meta": {"help": help, **argparse_kwargs}})
+
+
+@dataclass
+class HybridQuantConfig:
+    """Per-direction quantization of the model's linears."""
+
+    hq_recipe: str | None = _flag(
+        None,
+        "Recipe: a shipped one by name (megatron-hybrid recipes lists them) or the path of a .yaml or .json file. "
+        f"Default: {DEFAULT_RECIPE}, unless --spec is given.",
+        metavar="NAME|PATH",
+    )
+    hq_explain: bool = _flag(False, "Print which formats and which backend every gemm gets, and stop.")
+    hq_strict: bool = _flag(False, "Refuse emulated gemms and gathers in high precision instead of counting them.")
+    hq_backward: typing.Literal["default", "high_precision", "dequantized"] | None = _flag(
+        None, "Override the recipe's `backward`: what dgrad and wgrad read."
+    )
+    hq_switch_recipe: bool = _flag(False, "Go on with this recipe from a checkpoint of another one.")
+    hq_metrics_file: str | None = _flag(
+        None,
+        "Append a JSON line for every logged iteration (iteration, loss, grad_norm, lr, ms) and for every "
+        "evaluation (iteration, valid_loss or test_loss), in full precision.",
+        metavar="PATH",
+    )
+    hq_check_nan: bool = _flag(
+        False, "Stop at the first NaN or Inf in a loss or gradient (Megatron's own check, which must not be off)."
+    )
+    hq_demo_disable_attention: bool = _flag(False, argparse.SUPPRESS)
+
+
+def add_arguments(parser: argparse.ArgumentParser, *, on_cpu: bool) -> argparse.ArgumentParser:
+    """Add our flags to Megatron's parser and set the defaults right; mistakes raise `UserError`."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+
+    ArgumentGroupFactory(HybridQuantConfig).build_group(parser, "hybrid quantization")
+    parser.set_defaults(**_defaults(on_cpu))
+    parser.error = lambda message: _refuse(parser, message)
+    return parser
+
+
+def _defaults(on_cpu: bool) -> dict:
+    """Defaults of Megatron's that fail where Transformer Engine or Apex is missing, each with what it does there."""
+    defaults = {
+        "create_attention_mask_in_dataloader": False,  # causal attention needs none; a mask costs the fast kernels
+        "no_persist_layer_norm": True,  # names a kernel of Apex
+        "transformer_impl": "local",  # transformer_engine: builds its layers
+    }
+    if not _importable("transformer_engine"):
+        defaults["apply_rope_fusion"] = False  # refused: "Please install TE"
+    if not _importable("fused_weight_gradient_mlp_cuda"):
+        defaults["gradient_accumulation_fusion"] = False  # refused by every ColumnParallelLinear
+    if not _importable("scaled_masked_softmax_cuda"):
+        defaults["masked_softmax_fusion"] = False  # ModuleNotFoundError in the first forward
+    if on_cpu:
+        defaults |= {
+            "distributed_backend": "gloo",
+            "bias_gelu_fusion": False,  # these three need a compiler that targets a GPU
+            "bias_swiglu_fusion": False,
+            "bias_dropout_fusion": False,
+            "num_workers": 0,  # loader processes only compete for the few cores
+        }
+    return defaults
+
+
+def _importable(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _refuse(parser: argparse.ArgumentParser, message: str):
+    """argparse's own answer is its usage, several hundred lines here, on every rank."""
+    hint = ""
+    if message.startswith("unrecognized arguments:"):
+        known = list(parser._option_string_actions)
+        for word in message.split()[2:]:
+            flag = word.partition("=")[0]
+            if flag.startswith("--") and (close := difflib.get_close_matches(flag, known, n=1)):
+                hint += f"; {flag}: did you mean {close[0]}?"
+    raise UserError(f"{message}{hint}")
+
+
+def help_text(prog: str) -> str:
+    """Our flags alone, printed without importing Megatron."""
+    lines = [
+        f"usage: torchrun --nproc-per-node N {prog} [Megatron's flags] [our flags]",
+        "",
+        "Train a GPT with Megatron-Core, its linears quantized per direction as a recipe says. Without a GPU it",
+        "trains on the CPU. Every flag of Megatron's pretrain_gpt.py works; --help-all lists them.",
+        "",
+        f"{HybridQuantConfig.__doc__}",
+    ]
+    for field in dataclasses.fields(HybridQuantConfig):
+        meta = field.metadata["argparse_meta"]
+        if meta["help"] is argparse.SUPPRESS:
+            continue
+        flag = "--" + field.name.replace("_", "-")
+        choices = typing.get_args(typing.get_args(field.type)[0]) if typing.get_args(field.type) else ()
+        value = meta.get("metavar") or ("{" + ",".join(choices) + "}" if choices else "")
+        lines += ["", f"  {flag} {value}".rstrip(), *_wrap(meta["help"])]
+    return "\n".join([*lines, ""])
+
+
+def _wrap(text: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(text, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)

@@ -1,0 +1,106 @@
+"""Megatron's tensor-parallel linears with our three GEMMs inside.
+
+Only `_forward_impl` is replaced: parameters, initialisation, checkpoints, bias handling and the communication of
+outputs stay Megatron's. The recipe arrives through `finish_init`.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.quantization.utils import get_quant_config_or_none
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from ..distributed.tp import ColumnParallel, SequenceParallel
+from ..linear import LOCAL, WeightCache, hybrid_linear
+from ..plan import GemmPlan, PlanError
+from ..runtime import LinearRuntime
+from .modules import linear_role
+from .recipe_hook import carried
+
+
+def compute_device() -> torch.device:
+    """The device that Megatron builds and trains on: the current GPU, or the CPU that stands in for one."""
+    return torch.empty(0, device=torch.cuda.current_device()).device
+
+
+class HybridParallelLinear:
+    """What our two parallel linears add to Megatron's.
+
+    hq_layer    number of the transformer layer that owns this linear, global, from 1 (set by the layer)
+    hq          plan and state, there once Megatron has called `finish_init`
+    """
+
+    hq_layer: int | None = None
+    hq: LinearRuntime
+
+    def finish_init(self, quant_config) -> None:
+        """Megatron's call after the model is built: resolve the recipe for this module."""
+        recipe = carried(quant_config, self)
+        role = linear_role(quant_config.match_input.module_path, self.hq_layer, self.config.num_layers)
+        device = compute_device() if self.weight is None else self.weight.device
+        self.hq = LinearRuntime(recipe, role, device)
+        self.hq.weight_cache = WeightCache()
+
+    @property
+    def plan(self) -> GemmPlan | None:
+        hq = self._modules.get("hq")
+        return None if hq is None else hq.plan_for(compute_device() if self.weight is None else self.weight.device)
+
+    @property
+    def is_first_microbatch(self) -> bool:
+        """Set by Megatron before the first microbatch of a step: the weight may have changed since."""
+        return self.__dict__.get("_is_first_microbatch", True)
+
+    @is_first_microbatch.setter
+    def is_first_microbatch(self, value: bool) -> None:
+        self._is_first_microbatch = value
+        self._forget_weight()
+
+    def train(self, mode: bool = True):
+        self._forget_weight()
+        return super().train(mode)
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        self._forget_weight()
+        return super()._load_from_state_dict(*args, **kwargs)
+
+    def _forget_weight(self) -> None:
+        hq = self._modules.get("hq")
+        if hq is not None:
+            hq.weight_cache.invalidate()
+
+    def _forward_impl(
+        self, input, weight, *, bias=None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None,
+        grad_output_buffer=None, wgrad_deferral_limit=None, gtp_remat_size=1, gradient_accumulation_fusion=False,
+    ):  # fmt: skip
+        # Gradients go into `main_grad` wherever there is one: the fusion flag only says who has Apex's kernel.
+        if grad_output_buffer is not None or gtp_remat_size > 1:
+            what = "--defer-embedding-wgrad-compute" if gtp_remat_size == 1 else "sharded weights (GTP)"
+            raise PlanError(f"module {self.hq.role.name}: {what} is not supported by quantized linears")
+        comm = LOCAL
+        if sequence_parallel:
+            comm = SequenceParallel(tp_group)
+        elif allreduce_dgrad:
+            comm = ColumnParallel(tp_group)
+        call = self.hq.call(weight.device, comm, training=self.training)
+        return hybrid_linear(input, weight, bias, call)
+
+    def extra_repr(self) -> str:
+        if (plan := self.plan) is None:
+            return super().extra_repr()
+        gemms = ", ".join(f"{name}={step.pair.a} x {step.pair.b}" for name, step in plan.steps().items())
+        return f"{super().extra_repr()}, {gemms}"
+
+
+class HybridColumnParallelLinear(HybridParallelLinear, ColumnParallelLinear):
+    """`y = x @ w.T`, w split along its rows; see `HybridParallelLinear`."""
+
+    @classmethod
+    def adopt(cls, module: ColumnParallelLinear, path: str) -> None:
+        """Make one of Megatron's own, which it builds without asking the spec (the output layer), one of ours."""
+        module.__class__ = cls
+        module.finish_init(get_quant_config_or_none(path, module.config.quant_recipe))
+
+
+class HybridRowParallelLinear(HybridParallelLinear, RowParallelLinear):
+    """`y = x @ w.T`, w split along its columns; see `HybridParallelLinear`."""

@@ -1,0 +1,138 @@
+"""From arguments to a checked run: the recipe resolved for the whole model, shown, recorded and handed to Megatron."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+
+from ..explain import explain
+from ..gemm import GEMMS
+from ..plan import GemmPlan, PlanError, build_plan
+from ..recipe import Recipe
+from ..roles import LINEAR
+from . import checkpoint, metrics, recipes, validation
+from .errors import UserError
+from .modules import COLUMN_PARALLEL, enumerate_modules
+from .spec import HybridLayerSpec
+
+_NAMED = 3  # modules named in a message
+
+
+def before_validation(args) -> Recipe:
+    """Our checks that must come before Megatron's, whose answer would be an assertion's traceback."""
+    validation.check_flags(args)
+    validation.check_ranks(args)
+    recipe = Recipe.load(args.hq_recipe)
+    if args.hq_backward is not None:
+        recipe = recipe.with_backward(args.hq_backward)
+    validation.check_data(args)
+    if args.reset_attention_mask:
+        args.create_attention_mask_in_dataloader = True  # then the mask is more than causal
+    return recipe
+
+
+def after_validation(args, recipe: Recipe) -> None:
+    """Resolve the recipe for the model of validated arguments and hand it over as ``args.spec``.
+
+    Raises `UserError`, `RecipeError` or `PlanError` for whatever cannot run; ends the process for --hq-explain.
+    """
+    from megatron.training.argument_utils import core_transformer_config_from_args
+
+    spec = HybridLayerSpec(recipe, attention_zeroed=args.hq_demo_disable_attention)
+    config = core_transformer_config_from_args(args)
+    recipe = spec.recipe_for(config)
+    plans = plan_model(recipe, config, training_device(args.local_rank))
+    if args.hq_explain:
+        _say(args, explain(list(plans.items())))
+        raise SystemExit(0)
+    if args.hq_strict:
+        check_strict(plans, gathers=config.sequence_parallel)
+    for line in (*summary(recipe, plans), *checkpoint.check_resume(args, recipe, switch=args.hq_switch_recipe)):
+        _say(args, line)
+    checkpoint.record(args, recipe)
+    recipes.register(args.hq_recipe, spec)
+    args.spec = [validation.RECIPES_MODULE, args.hq_recipe]
+    if args.hq_metrics_file:
+        metrics.install(args.hq_metrics_file)
+
+
+def _say(args, text) -> None:
+    if args.rank == 0:
+        print(text, flush=True)
+
+
+def training_device(local_rank: int) -> torch.device:
+    from ..patches import cpu_device
+
+    if cpu_device.is_installed() or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank)
+
+
+def plan_model(recipe: Recipe, config, device) -> dict[str, GemmPlan]:
+    """Plans of all linears of the whole model, by name. Raises `PlanError` for what cannot run here."""
+    plans = {}
+    for role in enumerate_modules(config):
+        if role.module_type == LINEAR:
+            plans[role.name] = build_plan(recipe.resolve(role, step=1), role.name, device)
+            _refuse_stateful(plans[role.name])
+    if recipe.change_steps():
+        raise PlanError(f"recipe {recipe.name}: rules with steps are not supported in Megatron's training yet")
+    return plans
+
+
+def _refuse_stateful(plan: GemmPlan) -> None:
+    for operand, quantizer in plan.quantizers.items():
+        for fmt in quantizer.formats():
+            what = "stochastic rounding" if fmt.sr else "delayed scaling" if fmt.is_stateful else None
+            if what:
+                raise PlanError(
+                    f"module {plan.name}: {operand} {fmt}: {what} is not supported in Megatron's training yet"
+                )
+
+
+def check_strict(plans: dict[str, GemmPlan], *, gathers: bool) -> None:
+    """Raise `PlanError` for emulated gemms and for gathers in high precision of what is quantized afterwards."""
+    problems = []
+    for gemm in GEMMS:
+        names = [name for name, plan in plans.items() if _runs(plan, gemm) == "emulated"]
+        if names:
+            step = getattr(plans[names[0]], gemm)
+            problems.append(f"{gemm} of {_some(names)} is emulated on {step.pair.device} ({step.pair.a} x {step.pair.b})")
+    if gathers:
+        names = [name for name, plan in plans.items() if name.endswith(COLUMN_PARALLEL) and _quantizes_input(plan)]
+        if names:
+            problems.append(f"the input of {_some(names)} is gathered in high precision (--sequence-parallel)")
+    if problems:
+        raise PlanError("--hq-strict: " + "; ".join(problems))
+
+
+def _some(names: list[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _quantizes_input(plan: GemmPlan) -> bool:
+    return any(fmt.is_quantized for fmt in plan.quantizers["input"].formats())
+
+
+def _runs(plan: GemmPlan, gemm: str) -> str:
+    step = getattr(plan, gemm)
+    if not step.pair.is_quantized:
+        return "high precision"
+    return "native" if step.native else "emulated"
+
+
+def summary(recipe: Recipe, plans: dict[str, GemmPlan]) -> list[str]:
+    """The two lines printed at the start of a run."""
+    quantized = sum(any(s.pair.is_quantized for s in plan.steps().values()) for plan in plans.values())
+    device = next(iter(plans.values())).device
+    counts = []
+    for gemm in GEMMS:
+        kinds = Counter(_runs(plan, gemm) for plan in plans.values())
+        counts.append(f"{gemm} " + " + ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
+    return [
+        f"> recipe {recipe.name} ({recipe.fingerprint[:12]}){': ' + recipe.description if recipe.description else ''}",
+        f"> {quantized} of {len(plans)} linears quantized on {device}; {'; '.join(counts)}",
+    ]

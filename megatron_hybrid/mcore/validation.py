@@ -1,0 +1,88 @@
+"""Checks of a run's arguments before anything is built, each with an answer that is the same on every rank."""
+
+from __future__ import annotations
+
+from ..data import check_data_paths
+from .errors import UserError
+
+RECIPES_MODULE = "megatron_hybrid.mcore.recipes"
+
+# Megatron's own precision flags: attribute in its arguments, flag
+_PRECISION_FLAGS = {
+    "fp8": "--fp8-format",
+    "fp4": "--fp4-format",
+    "fp8_param_gather": "--fp8-param-gather",
+    "fp4_param_gather": "--fp4-param-gather",
+    "te_precision_config_file": "--te-precision-config-file",
+    "tp_comm_overlap": "--tp-comm-overlap",
+}
+
+
+def check_flags(args) -> None:
+    """Refuse flags that contradict each other, naming both."""
+    for attribute, flag in _PRECISION_FLAGS.items():
+        if getattr(args, attribute, None):
+            raise UserError(
+                f"{flag} beside --hq-recipe {args.hq_recipe}: the recipe decides formats and gathers, and Megatron's "
+                f"own quantization needs Transformer Engine; leave {flag} out"
+            )
+    if args.spec is not None and args.spec[0] != RECIPES_MODULE:
+        raise UserError(
+            f"--spec {' '.join(args.spec)} beside --hq-recipe {args.hq_recipe}: both name the model's layers; "
+            "leave one out"
+        )
+    if args.hybrid_layer_pattern is not None:
+        raise UserError(f"--hybrid-layer-pattern beside --hq-recipe {args.hq_recipe}: only GPT models for now")
+    if args.hq_check_nan and not args.check_for_nan_in_loss_and_grad:
+        raise UserError("--hq-check-nan beside --no-check-for-nan-in-loss-and-grad: they contradict each other")
+
+
+def check_ranks(args) -> None:
+    """The parallel sizes must divide the number of ranks, and the sequence."""
+    sizes = {
+        "--tensor-model-parallel-size": args.tensor_model_parallel_size,
+        "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
+        "--context-parallel-size": args.context_parallel_size,
+    }
+    product = 1
+    for size in sizes.values():
+        product *= size
+    given = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
+    if args.world_size % product:
+        raise UserError(
+            f"{given} needs a multiple of {product} ranks, found {args.world_size}; start as many with "
+            f"torchrun --nproc-per-node, or lower the sizes"
+        )
+    tp = args.tensor_model_parallel_size
+    if args.sequence_parallel and args.seq_length is not None and args.seq_length % tp:
+        raise UserError(
+            f"--sequence-parallel splits --seq-length {args.seq_length} over --tensor-model-parallel-size {tp} ranks, "
+            "which does not divide it"
+        )
+
+
+def check_data(args) -> None:
+    """Every dataset that the run names must be there, whole, and large enough."""
+    if args.data_path:
+        split = args.split or "969, 30, 1"  # Megatron's own default
+        _check_paths(args.data_path, args.seq_length, _parse_split(split))
+    for paths in (args.train_data_path, args.valid_data_path, args.test_data_path):
+        if paths:
+            _check_paths(paths, args.seq_length, None)
+
+
+def _check_paths(paths, sequence_length, split) -> None:
+    try:
+        check_data_paths(paths, sequence_length=sequence_length, split=split)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
+def _parse_split(text: str) -> list[float]:
+    try:
+        shares = [float(share) for share in text.replace("/", ",").split(",")]
+    except ValueError:
+        raise UserError(f"--split {text!r} is not a list of numbers such as 99,1,0") from None
+    if not 1 <= len(shares) <= 3 or min(shares) < 0 or sum(shares) == 0:
+        raise UserError(f"--split {text!r}: up to three shares (train, valid, test), not negative, not all zero")
+    return shares
