@@ -6,7 +6,7 @@ Transformer Engine and Apex; ``cpu_device.install()`` is separate, and only for 
 
 from __future__ import annotations
 
-from . import compile_helpers, fused_adam, multi_tensor
+from . import compile_helpers, fused_adam, load_fp32, multi_tensor
 from .framework import Change, Patch, PatchError, Status
 from .quiet import quiet_missing_te_warnings
 
@@ -24,7 +24,7 @@ __all__ = [
 
 # In the order of application.
 PATCHES: dict[str, Patch] = {
-    patch.name: patch for patch in (compile_helpers.PATCH, fused_adam.PATCH, multi_tensor.PATCH)
+    patch.name: patch for patch in (compile_helpers.PATCH, fused_adam.PATCH, load_fp32.PATCH, multi_tensor.PATCH)
 }
 
 

@@ -20,10 +20,14 @@ HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parent.parent
 TAIL_LINES = 80
 GRACE_SECONDS = 10
+AGENT_TRACEBACK = 500  # characters within which torchrun's own traceback names itself
 
 
 def tail(text: str, num_lines: int = TAIL_LINES) -> str:
-    """The last lines of a worker's output."""
+    """The last lines of the workers' output, without torchrun's own traceback after them."""
+    start = text.rfind("\nTraceback (most recent call last):")
+    if start >= 0 and "torch/distributed/run.py" in text[start : start + AGENT_TRACEBACK]:
+        text = text[:start]
     lines = text.splitlines()
     cut = [f"... {len(lines) - num_lines} lines left out"] if len(lines) > num_lines else []
     return "\n".join(cut + lines[-num_lines:])

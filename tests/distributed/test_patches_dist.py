@@ -1,0 +1,54 @@
+"""Megatron's own pretrain() on CPU and gloo: it trains in every layout, and resumes bit for bit."""
+
+import json
+
+import pytest
+from launch import torchrun
+
+pytestmark = [pytest.mark.dist, pytest.mark.timeout(900)]
+
+CASES = ("tp2", "tp2_fp32", "tp2_sp_fp32", "tp2_sp", "dp2", "dp2_overlap", "dp2_plain_optimizer", "pp2", "ep2")
+HALF = 3  # the iteration that the checkpoint holds
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """Exact gradient norms and validation losses by (case, "first" | "resume")."""
+    pytest.importorskip("megatron.training")
+    folder = tmp_path_factory.mktemp("pretrain")
+    for mode in ("first", "resume"):
+        torchrun(2, "run_patches_pretrain.py", folder, mode, *CASES, env=NO_GPU, timeout=400)
+    return {
+        (case, mode): json.loads((folder / f"{case}.{mode}.json").read_text())
+        for case in CASES
+        for mode in ("first", "resume")
+    }
+
+
+def numbers(result):
+    return [float.fromhex(number) for number in result["grad_norm"] + result["validation"]]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_resumed_run_equals_the_uninterrupted_one(results, case):
+    first, resumed = results[case, "first"], results[case, "resume"]
+    assert len(resumed["grad_norm"]) == 3 and len(resumed["validation"]) == 2
+    assert resumed["grad_norm"] == first["grad_norm"][HALF:]
+    assert resumed["validation"] == first["validation"]
+
+
+def test_distributed_optimizer_and_overlap_change_no_bit(results):
+    assert results["dp2", "first"] == results["dp2_overlap", "first"]
+    assert results["dp2", "first"] == results["dp2_plain_optimizer", "first"]
+
+
+def test_sequence_parallelism_changes_only_the_rounding(results):
+    plain, parallel = (numbers(results[case, "first"]) for case in ("tp2_fp32", "tp2_sp_fp32"))
+    assert parallel == pytest.approx(plain, rel=1e-4)
+
+
+def test_collectives():
+    """What gloo alone cannot do: see the worker."""
+    result = torchrun(2, "run_patches_collectives.py", env=NO_GPU, timeout=120)
+    assert result.stdout.count("OK check_") == 6
