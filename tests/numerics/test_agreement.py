@@ -187,6 +187,39 @@ def test_stochastic_keys(device, fmt, direction):
     assert_bitwise_equal(unpack(got, x.shape, False, 4), expected.codes, f"{fmt} {direction} row ids")
 
 
+def near_halfway(fmt: str, seed: int) -> np.ndarray:
+    """(64, 256) float32 whose elements, once scaled, lie within two ulps of a halfway point, and whose NVFP4 block
+    maxima lie so near a halfway point of S: any other order of the scale arithmetic shows."""
+    f, rng = parse_format(fmt), np.random.default_rng(seed)
+    x = make_input("normal", (64, 256), seed) * np.float32(2.0 ** rng.integers(-20, 20))
+    width = f.block(ROWWISE)[1] or 256
+    top = np.arange(256) % width == 0  # the first element of each block is its maximum and fixes the scale
+    x[:, top] = np.abs(x).max() * rng.uniform(1.0, 2.0, (64, top.sum())).astype(np.float32)
+    if f.bits == 4:
+        x[:, 0] = x.max() * 4
+        enc = oracle.nvfp4_encode_scale(oracle.outer_amax(x, f, ROWWISE))
+        half = (oracle.MAGNITUDES["e4m3"][60:110] + oracle.MAGNITUDES["e4m3"][61:111]) / 2
+        tops = rng.choice(half, (64, top.sum())).astype(np.float32) * 6 / enc
+        x[:, top] = np.where(np.arange(top.sum()) == 0, x[:, top], tops)
+    scale = DELAYED_SCALE if f.is_stateful else None
+    base = oracle.quantize(x, f, ROWWISE, scale=scale, rng=(0, 0, 0, 0, 0, 256) if f.sr else None)
+    decode_scale = oracle._expand(base.scale_inv, f.block(ROWWISE), x.shape)
+    grid = oracle.MAGNITUDES[f.element]
+    near = rng.choice((grid[1:-1] + grid[:-2]) / 2, x.shape).astype(np.float32) * decode_scale
+    for _ in range(2):  # each step moves at most one ulp
+        step = rng.integers(-1, 2, x.shape)
+        near = np.nextafter(near, np.where(step == 0, near, np.copysign(np.float32(np.inf), step)))
+    return np.where(top, x, near * rng.choice(np.float32([-1, 1]), x.shape)).astype(np.float32)
+
+
+@on_devices
+@pytest.mark.parametrize("fmt", [f for f in FORMATS if not parse_format(f).rht])
+def test_values_that_show_the_order_of_arithmetic(device, fmt):
+    for seed in range(6):
+        x = torch.from_numpy(near_halfway(fmt, seed))
+        check(x.to(device), fmt, ROWWISE, f"{fmt} seed {seed}")
+
+
 @on_devices
 @every_cast
 def test_noop(device, fmt, direction):
