@@ -23,8 +23,20 @@ case "${1:-}" in
 esac
 
 VENV="${VENV:-.venv}"
+CHANGED=0
+PACKAGES=0
 say() { echo "[setup] $*"; }
 die() { echo "[setup] $*" >&2; exit 1; }
+
+# What the running step is at: packages unpacked so far, or the last line of its output.
+where_it_is() {
+    local line
+    line="$(grep -v '^WARNING' "$LOG" | tail -n 1 | sed 's/^ *//')"
+    case "$line" in
+        "Installing collected packages"*) echo "$(find "$VENV"/lib -name '*.dist-info' | wc -l) of $PACKAGES packages" ;;
+        *) echo "$line" | cut -c 1-90 ;;
+    esac
+}
 
 # run_step LABEL COMMAND...: output to the log, a sign of life on the terminal, the log's end on failure.
 run_step() {
@@ -38,7 +50,7 @@ run_step() {
         sleep 0.5
         if [ $((SECONDS - start - shown)) -ge 15 ]; then
             shown=$((SECONDS - start))
-            say "  $shown s: $(grep -v '^WARNING' "$LOG" | tail -n 1 | cut -c 1-90)"
+            say "  $shown s: $(where_it_is)"
         fi
     done
     if ! wait "$pid"; then
@@ -78,9 +90,7 @@ if sys.version_info < (3, 12):
     sys.exit(f"[setup] Python >= 3.12 needed, {sys.executable} is {sys.version.split()[0]}")
 names = "torch numpy yaml psutil einops tqdm matplotlib pytest pybind11 setuptools ml_dtypes".split()
 missing = [name for name in names if importlib.util.find_spec(name) is None]
-try:
-    import megatron.core
-except ImportError:
+if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     missing.append("megatron-core")
 if missing:
     sys.exit(f"[setup] {sys.executable} has no {', '.join(missing)}")
@@ -91,6 +101,7 @@ PY
 
 make_venv() {
     local base
+    case "$VENV" in /*) ;; *) VENV="$PWD/$VENV" ;; esac
     PY="$VENV/bin/python"
     STATE="$VENV"
     if ! "$PY" -c 'import pip' >/dev/null 2>&1; then
@@ -107,6 +118,8 @@ install_packages() {
     local want stamp="$STATE/stamp-packages"
     want="$(fingerprint requirements.lock)"
     if stamp_matches "$stamp" "$want"; then return; fi
+    CHANGED=1
+    PACKAGES="$(grep -c '==' requirements.lock)"
     run_step "installing the packages of requirements.lock (about 5 GB on disk; a few minutes)" \
         "$PY" -m pip install --disable-pip-version-check --progress-bar off -r requirements.lock
     echo "$want" >"$stamp"
@@ -120,14 +133,24 @@ sys.exit(not os.path.exists(os.path.join(sysconfig.get_path("include"), "Python.
         die "Python.h is missing for $PY. On Debian or Ubuntu: apt-get install python3-dev"
 }
 
+# The package is there, from this folder, and its compiled part is in it.
+is_installed() {
+    (cd / && "$PY" -c 'import importlib.util as u, os, sys
+spec = u.find_spec("megatron_hybrid")
+place = spec and spec.submodule_search_locations[0]
+sys.exit(not (place and os.path.samefile(place, sys.argv[1]) and any(n.startswith("_C.") for n in os.listdir(place))))
+' "$OLDPWD/megatron_hybrid" >/dev/null 2>&1)
+}
+
 build_extension() {
     local want stamp="$STATE/stamp-extension" nvcc
     nvcc="$(command -v nvcc || ls "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" 2>/dev/null || true)"
     want="$(EXTRA="$PY ${nvcc:-none}" fingerprint setup.py pyproject.toml csrc)"
-    if stamp_matches "$stamp" "$want" && "$PY" -c 'import megatron_hybrid' >/dev/null 2>&1; then return; fi
+    if stamp_matches "$stamp" "$want" && is_installed; then return; fi
+    CHANGED=1
     check_compiler
     run_step "building the extension (CPU kernels; CUDA kernels: ${nvcc:-no nvcc found, skipped})" \
-        "$PY" -m pip install --disable-pip-version-check --no-build-isolation --no-deps -e .
+        "$PY" -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e .
     echo "$want" >"$stamp"
 }
 
@@ -151,4 +174,4 @@ take_turns
 : >"$LOG"
 if [ "$VENV" != none ]; then install_packages; fi
 build_extension
-report
+if [ "$CHANGED" = 1 ]; then report; else say "up to date ($PY)"; fi
