@@ -10,6 +10,7 @@ import contextlib
 import copy
 import io
 import json
+import warnings
 
 from ..recipe import Recipe
 from .errors import UserError
@@ -61,7 +62,9 @@ def _recorded(args) -> dict | None:
     """The record in the checkpoint that ``--load`` and ``--ckpt-step`` name, or None."""
     from megatron.training.checkpointing import load_args_from_checkpoint
 
-    with contextlib.redirect_stdout(io.StringIO()):  # it lists every argument that it takes over
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        # it lists every argument that it takes over, and torch says that it reads alone
+        warnings.simplefilter("ignore", UserWarning)
         loaded = load_args_from_checkpoint(copy.deepcopy(args))
     text = getattr(loaded[1], RECORD, None) if isinstance(loaded, tuple) else None
     return None if text is None else json.loads(text)

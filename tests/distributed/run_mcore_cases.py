@@ -1,0 +1,108 @@
+"""Run many scripts on the ranks of one launch: imports are paid once, then every case is a fork of this process.
+
+    torchrun ... run_mcore_cases.py cases.json results_folder
+
+cases.json: a list of {"name", "argv": [script, ...], "ranks": 1 or all, "seconds"}. A case runs on its ranks at the
+same time, with a process group of its own; the next begins when all have ended. For every case and rank the folder
+gets <name>.<rank>.out and a line in results.<rank>.jsonl: {"name", "exit", "seconds"}.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_hybrid.patches import cpu_device
+
+cpu_device.install()
+
+import megatron.training  # noqa: E402, F401
+import megatron.training.argument_utils  # noqa: E402, F401
+import megatron.training.arguments  # noqa: E402, F401
+
+import megatron_hybrid.mcore.run  # noqa: E402, F401
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def become(case: dict, ranks: int, port: int, output: Path) -> None:
+    """In the child: the environment and output of a rank that torchrun would have started."""
+    os.setsid()
+    file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    for name in [n for n in os.environ if n.startswith("TORCHELASTIC")]:
+        del os.environ[name]
+    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    sys.argv = list(case["argv"])
+    sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
+
+
+def run_child(case: dict) -> int:
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        return 0
+    except SystemExit as leave:
+        return leave.code if isinstance(leave.code, int) else 0 if leave.code is None else 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def wait_for(pid: int, seconds: float) -> int:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return 124
+
+
+def main() -> None:
+    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+    # a store apart from the cases' own, for port numbers and turns
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    for index, case in enumerate(cases):
+        ranks = case.get("ranks") or WORLD
+        if RANK == 0:
+            store.set(f"port{index}", str(free_port()))
+        port = int(store.get(f"port{index}"))
+        if RANK < ranks:
+            started = time.monotonic()
+            pid = os.fork()
+            if pid == 0:
+                become(case, ranks, port, folder / f"{case['name']}.{RANK}.out")
+                code = run_child(case)
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+            code = wait_for(pid, case.get("seconds", 120))
+            line = {"name": case["name"], "exit": code, "seconds": round(time.monotonic() - started, 1)}
+            with (folder / f"results.{RANK}.jsonl").open("a") as file:
+                file.write(json.dumps(line) + "\n")
+            print(f"rank {RANK}: {line}", flush=True)
+        store.add(f"done{index}", 1)
+        while int(store.add(f"done{index}", 0)) < WORLD:
+            time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()
