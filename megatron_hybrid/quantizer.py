@@ -131,14 +131,19 @@ class HybridQuantizer:
         if col is None:
             return
         if self.derives_columnwise:
-            if row is None:
-                row = cast(
-                    x, self.rowwise, ROWWISE, dtype=col.dtype, amax=amax[0], state=state[0], rng=rng, noop=noop
-                )
+            keys = dict(amax=amax[0], state=state[0], rng=rng, noop=noop)
+            row = row or cast(x, self.rowwise, ROWWISE, dtype=col.dtype, **keys)
             x = row.dequantize(row.dtype)
         elif row is not None and col.qdata is row.qdata:
             return  # both directions are the one high-precision tensor
         cast_into(col, x, amax=amax[1], state=state[1], rng=rng, noop=noop)
+
+    def rederive(self, row: QuantizedStorage, col: QuantizedStorage, *, state=None, amax=None, rng=None, noop=None):
+        """Cast `col` again, in place, from the decode of `row`, as ``rowwise_dequantized`` does. Checks first."""
+        x = row.dequantize(row.dtype)
+        state, amax = (state or (None, None))[1], (amax or (None, None))[1]
+        _check_cast(x, self.columnwise, COLUMNWISE, state, amax, rng)
+        cast_into(col, x, amax=amax, state=state, rng=rng, noop=noop)
 
     def check_arguments(self, x, rowwise=True, columnwise=True, *, state=None, amax=None, rng=None, noop=None):
         """Raise ``ValueError`` for anything a cast of `x` (M, K) would fail on, before anything is written."""
@@ -148,19 +153,25 @@ class HybridQuantizer:
         rowwise = self.rowwise is not None and (rowwise or (columnwise and self.derives_columnwise))
         state, amax = state or (None, None), amax or (None, None)
         for wanted, fmt, d, s, a in zip((rowwise, columnwise), self.formats(), DIRECTIONS, state, amax, strict=True):
-            if not wanted:
-                continue
-            check_call(fmt, d, s, rng)
-            if fmt.is_quantized:
-                kernels.spec(fmt, d, x.device)
-            if a is not None:
-                _check_tensor(a, f"{d} {fmt}: amax", torch.float32, fmt.amax_shape(*x.shape, d), x.device)
-            if s is not None and fmt.is_stateful:
-                _check_tensor(s.scale, f"{d} {fmt}: state.scale", torch.float32, (), x.device)
-            if fmt.sr:
-                _check_tensor(rng.values, f"{d} {fmt}: rng.values", torch.int64, (6,), x.device)
+            if wanted:
+                _check_cast(x, fmt, d, s, a, rng)
         if noop is not None:
             _check_tensor(noop.reshape(-1), "noop_flag", torch.int32, (1,), x.device)
+
+
+def _check_cast(x, fmt: Format, direction: str, state, amax, rng) -> None:
+    check_call(fmt, direction, state, rng)
+    what = f"{direction} {fmt}"
+    if fmt.is_quantized and not torch.compiler.is_compiling():
+        kernels.spec(fmt, direction, x.device)  # the kernels of this device are there
+    if amax is not None:
+        _check_tensor(amax, f"{what}: amax", torch.float32, fmt.amax_shape(*x.shape, direction), x.device)
+    if fmt.is_stateful:
+        _check_tensor(state.scale, f"{what}: state.scale", torch.float32, (), x.device)
+    if fmt.sr:
+        _check_tensor(rng.values, f"{what}: rng.values", torch.int64, (6,), x.device)
+        if rng.row_ids is not None:
+            _check_tensor(rng.row_ids, f"{what}: rng.row_ids", torch.int64, (x.shape[0],), x.device)
 
 
 def _check_tensor(t: torch.Tensor, what: str, dtype, shape, device) -> None:
