@@ -2,7 +2,8 @@
 
     torchrun ... run_mcore_cases.py cases.json results_folder
 
-cases.json: a list of {"name", "argv": [script, ...], "ranks": 1 or all, "seconds"}. A case runs on its ranks at the
+cases.json: a list of {"name", "argv": [script, ...] or ["-m", module, ...]} and maybe "ranks": 1, "patches": true (applied first, for scripts
+that do not ask for them), "seconds". A case runs on its ranks at the
 same time, with a process group of its own; the next begins when all have ended. For every case and rank the folder
 gets <name>.<rank>.out and a line in results.<rank>.jsonl: {"name", "exit", "seconds"}.
 """
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_hybrid import patches
 from megatron_hybrid.patches import cpu_device
 
 cpu_device.install()
@@ -49,13 +51,18 @@ def become(case: dict, ranks: int, port: int, output: Path) -> None:
     for name in [n for n in os.environ if n.startswith("TORCHELASTIC")]:
         del os.environ[name]
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
-    sys.argv = list(case["argv"])
+    sys.argv = [word for word in case["argv"] if word != "-m"]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 
 
 def run_child(case: dict) -> int:
     try:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        if case.get("patches"):
+            patches.apply_all()
+        if case["argv"][0] == "-m":
+            runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(sys.argv[0], run_name="__main__")
         return 0
     except SystemExit as leave:
         return leave.code if isinstance(leave.code, int) else 0 if leave.code is None else 1

@@ -1,0 +1,70 @@
+"""What the tests of whole training runs share: a tiny GPT's flags, and one launch for a list of runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from launch import HERE, REPOSITORY, torchrun
+
+SCRIPT = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
+STOCK = str(HERE / "run_mcore_stock.py")
+LAUNCHER = ["-m", "megatron_hybrid.launch"]
+ITERATIONS = 4
+
+MODEL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--position-embedding-type rope --swiglu --normalization RMSNorm --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0 --bf16 "
+    "--micro-batch-size 4 --global-batch-size 8 --use-distributed-optimizer --lr 5e-3 --min-lr 5e-4 "
+    f"--lr-decay-style cosine --train-iters {ITERATIONS} --log-interval 1 --eval-iters 1 --eval-interval 100 "
+    "--tokenizer-type NullTokenizer --vocab-size 127 --make-vocab-size-divisible-by 64"
+).split()
+MOCK = ["--mock-data"]
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+# what scripts/pretrain_gpt.py sets by itself
+STOCK_FLAGS = (
+    "--transformer-impl local --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion "
+    "--no-persist-layer-norm --no-bias-swiglu-fusion --no-bias-dropout-fusion --distributed-backend gloo "
+    "--no-create-attention-mask-in-dataloader --num-workers 0"
+).split()
+MIXED = "mxfp8_fprop_nvfp4_bwd"
+
+
+@dataclass
+class Case:
+    """A run of a script on the ranks of the launch; ``{folder}`` in its arguments is the results folder."""
+
+    name: str
+    argv: list[str]
+    ranks: int | None = None
+    patches: bool = False  # apply our patches for a script that does not ask for them
+    exit: list[int] = field(default_factory=list)
+    output: list[str] = field(default_factory=list)
+
+
+def run_cases(cases: list[Case], folder: Path, timeout: float = 500) -> dict[str, Case]:
+    """Run them one after another in one launch of two ranks; exit statuses and outputs by rank."""
+    described = [
+        {"name": c.name, "ranks": c.ranks, "patches": c.patches, "argv": [a.format(folder=folder) for a in c.argv]}
+        for c in cases
+    ]
+    (folder / "cases.json").write_text(json.dumps(described))
+    torchrun(2, "run_mcore_cases.py", folder / "cases.json", folder, timeout=timeout)
+    done = {case.name: case for case in cases}
+    for rank in range(2):
+        lines = (folder / f"results.{rank}.jsonl").read_text().splitlines()
+        for result in map(json.loads, lines):
+            done[result["name"]].exit.append(result["exit"])
+            done[result["name"]].output.append((folder / f"{result['name']}.{rank}.out").read_text(errors="replace"))
+    return done
+
+
+def metrics(path: Path) -> dict[int, dict]:
+    """The metrics file of a run: numbers by iteration, evaluations merged in."""
+    found: dict[int, dict] = {}
+    for line in path.read_text().splitlines():
+        entry = json.loads(line)
+        found.setdefault(entry["iteration"], {}).update(entry)
+    return found

@@ -1,0 +1,150 @@
+"""Whole training runs through Megatron's pretrain(), all in one launch of two CPU ranks."""
+
+from __future__ import annotations
+
+import pytest
+from mcore_cases import ITERATIONS, LAUNCHER, MIXED, MOCK, MODEL, SCRIPT, STOCK, STOCK_FLAGS, TP2, Case, metrics, run_cases
+
+pytestmark = pytest.mark.dist
+
+FIRST_HIGH = """version: 1
+name: mine
+defaults: mxfp8_e4m3
+rules:
+  - match: {layers: "first:1"}
+    use: high_precision
+"""
+
+
+def ours(name: str, *flags: str, ranks: int | None = None, parallel=TP2, model=MODEL) -> Case:
+    argv = [SCRIPT, *model, *MOCK, *parallel, "--hq-metrics-file", f"{{folder}}/{name}.metrics", *flags]
+    return Case(name, argv, ranks)
+
+
+def stock(name: str, *flags: str, launcher: bool = False, patches: bool = False) -> Case:
+    first = [*LAUNCHER, STOCK] if launcher else [STOCK, *STOCK_FLAGS]
+    return Case(name, [*first, *MODEL, *MOCK, "--tensor-model-parallel-size", "2", *flags], patches=patches)
+
+
+CASES = [
+    ours("whole", "--hq-recipe", MIXED, "--save", "{folder}/ckpt", "--save-interval", "2"),
+    ours("resumed", "--hq-recipe", MIXED, "--load", "{folder}/ckpt", "--ckpt-step", "2"),
+    ours("tp1", "--hq-recipe", MIXED, "--load", "{folder}/ckpt", "--ckpt-step", "2", "--no-load-optim", "--no-load-rng",
+         "--make-vocab-size-divisible-by", "128", parallel=[], ranks=1),
+    ours("switched", "--hq-recipe", "{folder}/mine.yaml", "--hq-switch-recipe", "--load", "{folder}/ckpt",
+         "--ckpt-step", "2"),
+    ours("other", "--hq-recipe", "mxfp8", "--load", "{folder}/ckpt", "--ckpt-step", "2"),
+    ours("default"),
+    ours("no_attention", "--hq-demo-disable-attention"),
+    ours("pipeline", "--hq-recipe", "{folder}/mine.yaml", parallel=["--pipeline-model-parallel-size", "2"]),
+    ours("odd_sizes", "--hq-recipe", MIXED, "--hidden-size", "60", "--num-attention-heads", "6",
+         "--ffn-hidden-size", "92", "--normalization", "LayerNorm"),
+    stock("spec_name", "--sequence-parallel", "--spec", "megatron_hybrid.mcore.recipes", "mxfp8",
+          "--save", "{folder}/spec_ckpt", "--save-interval", "2"),
+    stock("spec_path", "--sequence-parallel", "--spec", "megatron_hybrid.mcore.recipes", "{folder}/mine.yaml"),
+    stock("spec_other", "--sequence-parallel", "--spec", "megatron_hybrid.mcore.recipes", "nvfp4_fprop_mxfp8_bwd",
+          "--load", "{folder}/spec_ckpt"),
+    stock("launched", "--sequence-parallel", "--hq-recipe", "mxfp8", "--hq-metrics-file", "{folder}/launched.metrics",
+          launcher=True),
+    stock("plain", "--save", "{folder}/plain_ckpt", "--save-interval", "2", patches=True),
+    ours("from_plain", "--hq-recipe", "bf16", "--load", "{folder}/plain_ckpt", "--ckpt-step", "2",
+         parallel=TP2[:2]),
+    ours("explain", "--hq-recipe", "{folder}/mine.yaml", "--hq-explain"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    (folder / "mine.yaml").write_text(FIRST_HIGH)
+    return folder, run_cases(CASES, folder)
+
+
+def numbers(runs, name: str) -> dict[int, dict]:
+    return metrics(runs[0] / f"{name}.metrics")
+
+
+FAILING = {"other", "spec_other"}
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name not in FAILING])
+def test_runs_to_the_end(runs, name):
+    case = runs[1][name]
+    assert case.exit == [0] * (case.ranks or 2), case.output[0][-3000:]
+
+
+def test_metrics_are_whole_and_finite(runs):
+    found = numbers(runs, "whole")
+    assert sorted(found) == list(range(1, ITERATIONS + 1))
+    for entry in found.values():
+        assert 0 < entry["loss"] < 6 and entry["grad_norm"] > 0 and entry["lr"] > 0 and entry["ms"] > 0
+    assert found[ITERATIONS]["loss"] < found[1]["loss"]
+    assert 0 < found[ITERATIONS]["valid_loss"] < 6 and found[ITERATIONS]["test_loss"] > 0
+
+
+def test_resume_is_bit_exact(runs):
+    whole, resumed = numbers(runs, "whole"), numbers(runs, "resumed")
+    assert sorted(resumed) == [3, 4]
+    for iteration, entry in resumed.items():
+        for key in entry.keys() - {"ms"}:
+            assert entry[key] == whole[iteration][key], (iteration, key)
+
+
+def test_tensor_parallel_agrees_with_one_rank(runs):
+    """From the same checkpoint: formats see other blocks only where a matrix is split, sums another order."""
+    whole, tp1 = numbers(runs, "whole")[3], numbers(runs, "tp1")[3]
+    assert tp1["loss"] == pytest.approx(whole["loss"], rel=5e-3)
+    assert tp1["grad_norm"] == pytest.approx(whole["grad_norm"], rel=0.1)
+
+
+def test_recipe_of_a_checkpoint(runs):
+    """Another recipe is refused by name on every rank, unless asked for; a checkpoint without one loads with a note."""
+    other = runs[1]["other"]
+    assert other.exit == [2, 2] and "Traceback" not in "".join(other.output)
+    assert f"trained with recipe {MIXED}" in other.output[0] and "this run has recipe mxfp8" in other.output[0]
+    assert "--hq-switch-recipe" in other.output[0] and "error" not in other.output[1]
+    assert f"note: the checkpoint in {runs[0]}/ckpt was trained with recipe {MIXED}" in runs[1]["switched"].output[0]
+    assert "records no recipe; it goes on with recipe bf16" in runs[1]["from_plain"].output[0]
+    assert sorted(numbers(runs, "from_plain")) == [3, 4]
+
+
+def test_bf16_recipe_trains_as_megatron_does(runs):
+    """The same weights give the same loss in Megatron's own layers (its log has 6 digits)."""
+    line = next(l for l in runs[1]["plain"].output[1].splitlines() if " iteration        3/" in l)
+    logged = {part.rpartition(": ")[0].strip(): part.rpartition(": ")[2] for part in line.split("|")}
+    found = numbers(runs, "from_plain")[3]
+    assert found["loss"] == pytest.approx(float(logged["lm loss"]), rel=2e-3)
+    assert found["grad_norm"] == pytest.approx(float(logged["grad norm"]), rel=2e-2)
+
+
+def test_start_says_what_is_quantized(runs):
+    out = runs[1]["whole"].output
+    assert f"> recipe {MIXED} (" in out[0] and "> 8 of 9 linears quantized on cpu; fprop 8 emulated" in out[0]
+    assert "> recipe" not in out[1]
+    assert "> recipe bf16" in runs[1]["default"].output[0] and "> 0 of 9 linears" in runs[1]["default"].output[0]
+
+
+def test_unmodified_scripts(runs):
+    """Through --spec, by name and by path; through the launcher, with our flags and defaults."""
+    assert "> 8 of 9 linears quantized" in runs[1]["launched"].output[0]
+    assert sorted(metrics(runs[0] / "launched.metrics")) == list(range(1, ITERATIONS + 1))
+    other = runs[1]["spec_other"]
+    assert all(code != 0 for code in other.exit) and "trained with recipe mxfp8" in other.output[0]
+    for name in ("spec_name", "spec_path"):
+        assert "number of nan iterations:   0" in runs[1][name].output[1]
+
+
+def test_attention_can_be_disabled_for_the_control(runs):
+    assert numbers(runs, "no_attention")[1]["loss"] != numbers(runs, "default")[1]["loss"]
+
+
+def test_explain_lists_every_module_and_stops(runs):
+    first, second = runs[1]["explain"].output
+    names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    for layer in range(2):
+        for name in names:
+            rows = [row for row in first.splitlines() if row.startswith(f"decoder.layers.{layer}.{name} ")]
+            assert [row.split()[1] for row in rows] == ["fprop", "dgrad", "wgrad"]
+            assert all(("mxfp8_e4m3" in row) == (layer == 1) for row in rows)
+    assert "output_layer" in first and "9 linears" in first
+    assert "iteration" not in first and "end of arguments" not in first and "decoder" not in second
