@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 
 import torch
 
@@ -19,6 +20,8 @@ from . import cpu_collectives, cpu_cuda, cpu_tensors
 from .framework import Patch, Status
 
 _RNG_LOGGER = "megatron.core.tensor_parallel.random"
+# Advice about a GPU's queues, given at the first backward.
+_GPU_ADVICE = "When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE_MAX"
 _patch: Patch | None = None
 
 
@@ -55,6 +58,7 @@ def install(force: bool = False) -> Status:
             )
     status = patch().apply()
     logging.getLogger(_RNG_LOGGER).addFilter(_not_the_shared_generator)
+    warnings.filterwarnings("ignore", message=_GPU_ADVICE)
     return status
 
 

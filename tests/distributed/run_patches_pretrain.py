@@ -45,7 +45,10 @@ COMMON = """
     --disable-bias-linear --untie-embeddings-and-output-weights --seed 1234
 """.split()
 BF16 = ["--bf16", "--accumulate-allreduce-grads-in-fp32"]
-MOE = "--num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss".split()
+MOE = """
+    --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
+    --moe-router-load-balancing-type aux_loss
+""".split()
 TP2 = ["--tensor-model-parallel-size", "2"]
 NO_DROPOUT = ["--attention-dropout", "0", "--hidden-dropout", "0"]
 CASES = {
@@ -61,6 +64,19 @@ CASES = {
     "dp2_plain_optimizer": [*BF16],
     "pp2": ["--pipeline-model-parallel-size", "2", "--use-distributed-optimizer", *BF16],
     "ep2": ["--expert-model-parallel-size", "2", "--use-distributed-optimizer", *MOE, *BF16],
+    # for 4 ranks
+    "tp2_sp_dp2_overlap": [
+        *TP2, "--sequence-parallel", "--use-distributed-optimizer", "--overlap-grad-reduce",
+        "--overlap-param-gather", *BF16,
+    ],
+    "tp2_sp_pp2_interleaved": [
+        *TP2, "--sequence-parallel", "--pipeline-model-parallel-size", "2", "--num-layers", "4",
+        "--num-layers-per-virtual-pipeline-stage", "1", "--use-distributed-optimizer", *BF16,
+    ],
+    "tp2_ep2_allgather": [
+        *TP2, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "2", "--sequence-parallel",
+        "--use-distributed-optimizer", *MOE, "--moe-token-dispatcher-type", "allgather", *BF16,
+    ],
 }  # fmt: skip
 
 
@@ -99,7 +115,7 @@ class Norm(torch.nn.LayerNorm):
 
 def sequence_parallel_spec(config, vp_stage=None):
     """Megatron's local layers with the norms exchanged."""
-    layer = get_gpt_layer_local_spec()
+    layer = get_gpt_layer_local_spec(num_experts=config.transformer.num_moe_experts)
     layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     count = get_num_layers_to_build(config.transformer, vp_stage=vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=Norm)

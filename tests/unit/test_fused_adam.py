@@ -215,3 +215,25 @@ def test_zero_grad_and_closure():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         FusedAdam(make_params(), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("capturable", [False, True])
+def test_on_a_gpu_without_waiting_for_it(capturable):
+    ours = [torch.nn.Parameter(param.detach().cuda()) for param in make_params()]
+    theirs = [torch.nn.Parameter(param.detach().clone()) for param in ours]
+    optimizer = FusedAdam(ours, lr=1e-2, weight_decay=0.1, capturable=capturable)
+    reference = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, foreach=False)
+    for step in range(5):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn(a.shape, generator=torch.Generator().manual_seed(step)).cuda()
+            b.grad = a.grad.clone()
+        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        try:
+            optimizer.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-6, atol=2e-6)
