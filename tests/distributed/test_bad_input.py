@@ -1,0 +1,117 @@
+"""A user's mistake: one message that names it, from rank 0, no traceback, and every rank ends with an error."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mcore_cases import MIXED, MOCK, MODEL, SCRIPT, TP2, Case, run_cases
+
+pytestmark = pytest.mark.dist
+
+RECIPES = {
+    "key.yaml": "version: 1\nname: key\ndefautls: mxfp8_e4m3\n",
+    "format.yaml": "version: 1\nname: format\ndefaults:\n  fprop: mxpf8_e4m3\n",
+    "option.yaml": 'version: 1\nname: option\ndefaults:\n  fprop: "nvfp4:2dd"\n',
+    "nothing.yaml": "version: 1\nname: nothing\ndefaults: mxfp8_e4m3\n"
+    'rules:\n  - match: {name: "*.linear_fc3"}\n    use: high_precision\n',
+    "beyond.yaml": 'version: 1\nname: beyond\ndefaults: mxfp8_e4m3\nrules:\n  - match: {layers: "7"}\n    use: nvfp4\n',
+    "random.yaml": 'version: 1\nname: random\ndefaults:\n  dgrad: {grad_output: "nvfp4:sr", weight: nvfp4}\n',
+}
+
+
+def recipe(file: str) -> list[str]:
+    return ["--hq-recipe", f"{{folder}}/{file}"]
+
+
+def data(prefix: str, *flags: str) -> list[str]:
+    return ["--data-path", f"{{folder}}/{prefix}", "--split", "90,10,0", *flags]
+
+
+# name -> (flags, what the message must contain); flags without a data source get mock data
+TABLE = {
+    "unknown_recipe": (["--hq-recipe", "mxpf8"], ["unknown recipe 'mxpf8'", "did you mean 'mxfp8'"]),
+    "missing_recipe_file": (recipe("absent.yaml"), ["absent.yaml"]),
+    "unknown_key": (recipe("key.yaml"), ["key.yaml:3", "'defautls'", "'defaults'"]),
+    "unknown_format": (recipe("format.yaml"), ["format.yaml:4", "mxpf8_e4m3", "'mxfp8_e4m3'"]),
+    "unknown_option": (recipe("option.yaml"), ["option.yaml:4", "'2dd'", "'2d'"]),
+    "rule_for_no_module": (recipe("nothing.yaml"), ["nothing.yaml:5", "matches nothing in the model", "'linear_fc2'"]),
+    "rule_for_no_layer": (recipe("beyond.yaml"), ["beyond.yaml:5", "the model's layers are 1 to 2"]),
+    "not_yet": (recipe("random.yaml"), ["decoder.layers.0.self_attention.linear_qkv", "stochastic rounding"]),
+    "unknown_backward": (["--hq-backward", "bf16"], ["--hq-backward", "high_precision"]),
+    "unknown_flag": (["--hq-recipes", "mxfp8"], ["--hq-recipes", "did you mean --hq-recipe?"]),
+    "missing_data": (data("absent"), ["dataset", "absent", "prepare it with scripts/prepare_data.py"]),
+    "empty_data": (data("empty"), ["dataset", "holds no documents"]),
+    "truncated_data": (data("truncated"), ["truncated.bin is truncated", "the index says"]),
+    "short_data": (data("short"), ["fewer than one sequence needs"]),
+    "too_few_ranks": (["--tensor-model-parallel-size", "4"], ["a multiple of 4 ranks, found 2"]),
+    "too_few_ranks_together": (
+        ["--pipeline-model-parallel-size", "2"],
+        ["--tensor-model-parallel-size 2 x --pipeline-model-parallel-size 2 needs a multiple of 4 ranks"],
+    ),
+    "indivisible_sequence": (["--seq-length", "33"], ["--seq-length 33", "--tensor-model-parallel-size 2"]),
+    "megatron_assertion": (["--global-batch-size", "7"], ["Megatron's arguments", "7"]),
+    "experts": (["--num-experts", "4"], ["--num-experts", "not supported with a recipe yet"]),
+    "window": (["--window-size", "8,0"], ["--window-size"]),
+    "strict": (["--hq-recipe", MIXED, "--hq-strict"], ["--hq-strict", "fprop", "emulated on cpu", "gathered in high"]),
+    "two_specs": (["--hq-recipe", "mxfp8", "--spec", "some.module", "spec"], ["--spec some.module spec", "--hq-recipe"]),
+    "nan_both_ways": (
+        ["--hq-check-nan", "--no-check-for-nan-in-loss-and-grad"],
+        ["--hq-check-nan", "--no-check-for-nan-in-loss-and-grad"],
+    ),
+    "metrics_folder": (["--hq-metrics-file", "{folder}"], ["--hq-metrics-file"]),
+    **{
+        flag: ([f"--{flag}", *value, "--hq-recipe", "mxfp8"], [f"--{flag} beside --hq-recipe mxfp8"])
+        for flag, value in {
+            "fp8-format": ["e4m3"],
+            "fp4-format": ["e2m1"],
+            "fp8-param-gather": [],
+            "te-precision-config-file": ["x.yaml"],
+            "tp-comm-overlap": [],
+        }.items()
+    },
+}
+
+
+def write_dataset(prefix: Path, documents: list[int]) -> None:
+    """An indexed dataset of documents of these lengths, byte by byte: no Megatron in this process."""
+    lengths = np.array(documents, dtype=np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) * 2 if len(lengths) else lengths
+    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(lengths), len(boundaries))
+    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + boundaries.tobytes())
+    prefix.with_suffix(".bin").write_bytes(np.ones(int(lengths.sum()), dtype=np.uint16).tobytes())
+
+
+def case(name: str, flags: list[str]) -> Case:
+    source = [] if "--data-path" in flags else MOCK
+    return Case(name, [SCRIPT, *MODEL, *TP2, *source, *flags])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bad")
+    for file, text in RECIPES.items():
+        (folder / file).write_text(text)
+    for name, documents in {"empty": [], "truncated": [500] * 20, "short": [10, 10]}.items():
+        write_dataset(folder / name, documents)
+    (folder / "empty.bin").write_bytes(b"\0\0")
+    whole = folder / "truncated.bin"
+    whole.write_bytes(whole.read_bytes()[:-100])
+    return run_cases([case(name, flags) for name, (flags, _) in TABLE.items()], folder)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_mistake(runs, name):
+    done = runs[name]
+    first, second = done.output
+    assert done.exit == [2, 2], first[-2000:]
+    errors = [line for line in first.splitlines() if line.startswith("error")]
+    assert len(errors) == 1 and "Traceback" not in first + second
+    assert not [line for line in second.splitlines() if line.startswith("error")]
+    message = first[first.index("error: ") :]
+    for part in TABLE[name][1]:
+        assert part in message
+    assert len(message.splitlines()) <= 3
