@@ -5,8 +5,6 @@ import subprocess
 import sys
 import textwrap
 
-import pytest
-
 UNTOUCHED = """
     import sys
     import torch, torch.cuda.nvtx, torch.distributed, torch.distributed.distributed_c10d as c10d
@@ -112,44 +110,34 @@ def test_cuda_means_cpu():
         def backward(ctx, g): return torch.full((2,), 5.0, device=torch.cuda.current_device())
     Make.apply(x).sum().backward()
     assert x.grad.tolist() == [5.0, 5.0]
-    """)
 
-
-def test_data_loader_leaves_the_generator_alone():
-    """Dropout after a resume must see the numbers that it would have seen without it."""
-    run("""
-    import torch
-    from megatron_hybrid.patches import cpu_device
-    cpu_device.install()
-    torch.manual_seed(1)
+    # Dropout after a resume must see the numbers that it would have seen without it.
     state = torch.cuda.get_rng_state()
     iter(torch.utils.data.DataLoader([1, 2, 3]))
     assert torch.equal(state, torch.cuda.get_rng_state())
     """)
 
 
-@pytest.mark.parametrize(
-    "prepare, message",
-    [
-        ("import sys, types; sys.modules['megatron.core'] = types.ModuleType('megatron.core')", "before megatron"),
-        (
-            "torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2;"
-            "torch.cuda.get_device_name = lambda: 'Some GPU'",
-            r"2 GPU(s) (Some GPU)",
-        ),
-    ],
-)
-def test_refusals(prepare, message):
-    output = run(f"""
+def test_refusals():
+    """One at a time: megatron imported already, and a machine with GPUs; ``force`` goes ahead."""
+    output = run("""
+    import sys, types
     import torch
-    {prepare}
     from megatron_hybrid.patches import cpu_device
-    try:
-        cpu_device.install()
-    except RuntimeError as error:
-        print(error)
-    assert not cpu_device.is_installed() and "cuda" not in vars(torch.Tensor)
+    def refused():
+        try:
+            cpu_device.install()
+        except RuntimeError as error:
+            print(error)
+        assert not cpu_device.is_installed() and "cuda" not in vars(torch.Tensor)
+    sys.modules["megatron.core"] = types.ModuleType("megatron.core")
+    refused()
+    del sys.modules["megatron.core"]
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 2
+    torch.cuda.get_device_name = lambda: "Some GPU"
+    refused()
     cpu_device.install(force=True)
-    assert cpu_device.is_installed()
+    assert cpu_device.is_installed() and torch.cuda.device_count() == 1
     """)
-    assert message in output
+    assert "must run before megatron is imported" in output and "2 GPU(s) (Some GPU)" in output
