@@ -369,7 +369,7 @@ def gemm_bound(a, b, out_dtype="float32", extra_roundings: int = 4) -> np.ndarra
     Each product passes at most K - 1 additions, its own rounding and ``extra_roundings`` more (scales applied
     between partial sums or in the epilogue): n roundings of u = 2^-24 change it by at most n*u / (1 - n*u),
     and by no more than the smallest subnormal each where they underflow. Then one rounding to ``out_dtype``.
-    Native FP8 sums on Hopper keep fewer bits and are outside this bound.
+    Native FP8 sums on Hopper keep fewer bits: they do not stay within this bound.
     """
     a, b = (np.abs(as_float32(t)).astype(np.float64) for t in (a, b))
     n, u = a.shape[1] + extra_roundings, 2.0**-24

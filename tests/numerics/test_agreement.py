@@ -239,7 +239,8 @@ def test_noop(device, fmt, direction):
 def test_dequantize(device, fmt, direction):
     """Decoding, to every dtype and layout, with and without the outer scale and the inverse transform."""
     f = parse_format(fmt)
-    for shape, kind in (((37, 145), "special"), ((32, 64), "wide"), ((130, 257), "normal"), ((3, 7), "tiny"), ((0, 8), "zeros")):
+    inputs = {"special": (37, 145), "wide": (32, 64), "normal": (130, 257), "tiny": (3, 7), "zeros": (0, 8)}
+    for kind, shape in inputs.items():
         x, turn = make_input(kind, shape), len(kind)
         scale = DELAYED_SCALE if f.is_stateful else None
         r = oracle.quantize(x, f, direction, scale=scale, rng=(1, 2, 3, 0, 0, shape[1]) if f.sr else None)
@@ -250,9 +251,10 @@ def test_dequantize(device, fmt, direction):
                 out = lay_out(torch.full(shape, -3.0, dtype=getattr(torch, dtype), device=device), LAYOUTS[turn % 4])
                 buffers = [pack(r.codes, transposed, f.bits), np.ascontiguousarray(r.scale), r.amax]
                 q, s, a = (None if b is None else torch.from_numpy(b.copy()).to(device) for b in buffers)
-                kernels.dequantize(q, s, a, f, direction, *shape, transposed=transposed, out=out, outer=outer, inverse_rht=inverse)
-                expected = oracle.dequantize(r, f, direction, dtype, outer, inverse)
-                assert_bitwise_equal(out, expected, f"{fmt} {direction} {shape} {dtype} {outer=} {inverse=}", any_nan=True)
+                options = dict(outer=outer, inverse_rht=inverse)
+                kernels.dequantize(q, s, a, f, direction, *shape, transposed=transposed, out=out, **options)
+                expected = oracle.dequantize(r, f, direction, dtype, **options)
+                assert_bitwise_equal(out, expected, f"{fmt} {direction} {shape} {dtype} {options}", any_nan=True)
 
 
 @on_devices
