@@ -8,8 +8,7 @@ import os
 import sys
 
 EXIT_CODE = 2
-_KEY = "megatron_hybrid/error"
-_PEER_SECONDS = 5
+_PEER_TIMEOUT = datetime.timedelta(seconds=20)
 
 
 class UserError(ValueError):
@@ -20,8 +19,8 @@ class UserError(ValueError):
 def user_errors():
     """Turn our errors into a message and exit status 2 on every rank.
 
-    The checks give every rank the same answer, so rank 0 alone prints it; another rank speaks only where its
-    message differs, or where it is the first on another host, whose files may differ.
+    The checks give every rank the same answer, so rank 0 alone prints it. The others wait until it has, because
+    torchrun ends all ranks when the first one leaves; one whose message differs prints its own.
     """
     try:
         yield
@@ -41,31 +40,38 @@ def _user_errors() -> tuple[type, ...]:
 
 
 def _report(message: str) -> None:
-    rank = int(os.environ.get("RANK", "0"))
-    store = _store()
+    rank, store = int(os.environ.get("RANK", "0")), _store()
+    key = f"megatron_hybrid/error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
-        if store is not None:
-            store.set(_KEY, message)
         print(f"error: {message}", file=sys.stderr, flush=True)
-    elif _must_speak(store, message):
+        if store is not None:
+            store.set(key, message)
+    elif not _rank_0_says(message, store, key):
         print(f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
-def _must_speak(store, message: str) -> bool:
-    """Whether rank 0 does not say the same for this rank."""
-    if store is None:
-        return int(os.environ.get("GROUP_RANK", "0")) > 0 and int(os.environ.get("LOCAL_RANK", "0")) == 0
+def _rank_0_says(message: str, store, key: str) -> bool:
+    if store is None:  # then only another host can differ, whose first rank speaks for it
+        return int(os.environ.get("GROUP_RANK", "0")) == 0 or int(os.environ.get("LOCAL_RANK", "0")) > 0
     try:
-        store.wait([_KEY], datetime.timedelta(seconds=_PEER_SECONDS))
+        store.wait([key], _PEER_TIMEOUT)
     except Exception:  # rank 0 has no error, or is gone
-        return True
-    return store.get(_KEY).decode() != message
+        return False
+    return store.get(key).decode() == message
 
 
 def _store():
-    """The store of the default process group, or None before there is one."""
+    """What the ranks can talk through: the process group's store, before that torchrun's, or None."""
     import torch.distributed as dist
 
-    if not (dist.is_available() and dist.is_initialized()):
+    if not dist.is_available():
         return None
-    return dist.distributed_c10d._get_default_store()
+    if dist.is_initialized():
+        return dist.distributed_c10d._get_default_store()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    try:
+        address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(*address, is_master=False, timeout=_PEER_TIMEOUT)
+    except Exception:  # the message matters more than who else prints it
+        return None

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launch import torchrun
 from mcore_cases import MIXED, MOCK, MODEL, SCRIPT, TP2, Case, run_cases
 
 pytestmark = pytest.mark.dist
@@ -115,3 +116,11 @@ def test_mistake(runs, name):
     for part in TABLE[name][1]:
         assert part in message
     assert len(message.splitlines()) <= 3
+
+
+def test_message_survives_torchrun():
+    """torchrun ends the other ranks when one leaves: the message must be out by then, once."""
+    flags = [*MODEL, *TP2, *MOCK, "--hq-recipe", "mxpf8"]
+    result = torchrun(2, SCRIPT, *flags, check=False)
+    assert result.returncode != 0
+    assert result.stdout.count("error: unknown recipe 'mxpf8'") == 1 and "error on rank" not in result.stdout
