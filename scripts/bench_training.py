@@ -42,13 +42,15 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu", help="cpu: try the script without GPUs")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "training", metavar="DIR")
     parser.add_argument("--json", type=Path, help="write every run's figures and curves, card, versions and commit here")
+    parser.add_argument("--commit", help="what to record as the commit where there is no git checkout")
     return parser.parse_args()
 
 
-def card() -> dict:
+def card(commit: str | None) -> dict:
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+    git = ["git", "rev-parse", "HEAD"]
+    commit = commit or subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
     gpus = torch.cuda.device_count()
     return {
         "card": torch.cuda.get_device_name() if gpus else "none", "gpus": gpus, "torch": torch.__version__,
@@ -64,7 +66,7 @@ def main() -> int:
         prepare_data.parse_args(["--stdlib", "--max-mib", "12.0", "--output", str(prefix)])
     )
     prepare_data.print_report(data, tokenizer)
-    record = {**card(), "model": load_model(args.model), "iterations": args.iterations, "runs": []}
+    record = {**card(args.commit), "model": load_model(args.model), "iterations": args.iterations, "runs": []}
     rows, failed = [], False
     for layout in args.layouts:
         logs = {}
