@@ -61,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, on_cpu: bool) -> argparse.
 def _defaults(on_cpu: bool) -> dict:
     """Defaults of Megatron's that fail where Transformer Engine or Apex is missing, each with what it does there."""
     defaults = {
+        "eval_interval": 1000,  # None: a TypeError when the datasets' sizes are computed
         "create_attention_mask_in_dataloader": False,  # causal attention needs none; a mask costs the fast kernels
         "no_persist_layer_norm": True,  # names a kernel of Apex
         "transformer_impl": "local",  # transformer_engine: builds its layers
