@@ -27,15 +27,22 @@ _MODULE = "megatron.training.arguments"
 def prepare() -> None:
     """Make this process ready for a script that trains with Megatron. Call it before megatron is imported.
 
-    Raises `UserError` when Megatron-Core is missing or of another version.
+    Raises `UserError` when Megatron-Core is missing or of another version, and `RecipeError` for a recipe that does
+    not load, before the long imports.
     """
+    from .mcore import versions
+    from .recipe import Recipe
+
+    versions.require()
+    for flag, value in zip(sys.argv, sys.argv[1:]):
+        if flag == "--hq-recipe":
+            Recipe.load(value)
+
     import torch
 
     from . import patches
-    from .mcore import versions
     from .patches import cpu_device
 
-    versions.require()
     if not torch.cuda.is_available():
         cpu_device.install()
     patches.apply_all()

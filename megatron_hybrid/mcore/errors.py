@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import importlib.util
 import os
 import sys
 
@@ -32,11 +33,10 @@ def user_errors():
 
 
 def _user_errors() -> tuple[type, ...]:
-    from ..patches import PatchError
-    from ..plan import PlanError
-    from ..recipe import RecipeError
-
-    return UserError, RecipeError, PlanError, PatchError
+    """Our classes that mean a user's mistake; those whose module nobody has imported cannot have been raised."""
+    classes = {"..recipe_source": "RecipeError", "..plan": "PlanError", "..patches.framework": "PatchError"}
+    modules = {name: sys.modules.get(importlib.util.resolve_name(name, __package__)) for name in classes}
+    return UserError, *(getattr(module, classes[name]) for name, module in modules.items() if module)
 
 
 def _report(message: str) -> None:

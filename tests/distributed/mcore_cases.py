@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from launch import HERE, REPOSITORY, torchrun
 
 SCRIPT = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
@@ -68,3 +70,13 @@ def metrics(path: Path) -> dict[int, dict]:
         entry = json.loads(line)
         found.setdefault(entry["iteration"], {}).update(entry)
     return found
+
+
+def write_dataset(prefix: Path, documents: list[int]) -> None:
+    """An indexed dataset of documents of these lengths, byte by byte: no Megatron in this process."""
+    lengths = np.array(documents, dtype=np.int32)
+    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) * 2 if len(lengths) else lengths
+    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(lengths), len(boundaries))
+    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + boundaries.tobytes())
+    prefix.with_suffix(".bin").write_bytes(np.ones(int(lengths.sum()), dtype=np.uint16).tobytes())

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import struct
-from pathlib import Path
-
-import numpy as np
 import pytest
 from launch import torchrun
-from mcore_cases import MIXED, MOCK, MODEL, SCRIPT, TP2, Case, run_cases
+from mcore_cases import MIXED, MOCK, MODEL, SCRIPT, TP2, Case, run_cases, write_dataset
 
 pytestmark = pytest.mark.dist
 
@@ -74,16 +70,6 @@ TABLE = {
         }.items()
     },
 }
-
-
-def write_dataset(prefix: Path, documents: list[int]) -> None:
-    """An indexed dataset of documents of these lengths, byte by byte: no Megatron in this process."""
-    lengths = np.array(documents, dtype=np.int32)
-    starts = np.concatenate([[0], np.cumsum(lengths)[:-1]]).astype(np.int64) * 2 if len(lengths) else lengths
-    boundaries = np.arange(len(lengths) + 1, dtype=np.int64)
-    header = struct.pack("<9sQBQQ", b"MMIDIDX\x00\x00", 1, 8, len(lengths), len(boundaries))
-    prefix.with_suffix(".idx").write_bytes(header + lengths.tobytes() + starts.tobytes() + boundaries.tobytes())
-    prefix.with_suffix(".bin").write_bytes(np.ones(int(lengths.sum()), dtype=np.uint16).tobytes())
 
 
 def case(name: str, flags: list[str]) -> Case:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from mcore_cases import ITERATIONS, LAUNCHER, MIXED, MOCK, MODEL, SCRIPT, STOCK, STOCK_FLAGS, TP2, Case, metrics, run_cases
+from mcore_cases import ITERATIONS, LAUNCHER, MIXED, MOCK, MODEL, SCRIPT, STOCK, STOCK_FLAGS, TP2, Case, metrics, run_cases, write_dataset
 
 pytestmark = pytest.mark.dist
 
@@ -21,6 +21,11 @@ def ours(name: str, *flags: str, ranks: int | None = None, parallel=TP2, model=M
     return Case(name, argv, ranks)
 
 
+def on_files(name: str, *flags: str) -> Case:
+    files = ["--data-path", "{folder}/data", "--split", "90,10,0", "--data-cache-path", "{folder}/cache"]
+    return Case(name, [SCRIPT, *MODEL, *TP2, *files, "--hq-metrics-file", f"{{folder}}/{name}.metrics", *flags])
+
+
 def stock(name: str, *flags: str, launcher: bool = False, patches: bool = False) -> Case:
     first = [*LAUNCHER, STOCK] if launcher else [STOCK, *STOCK_FLAGS]
     return Case(name, [*first, *MODEL, *MOCK, "--tensor-model-parallel-size", "2", *flags], patches=patches)
@@ -35,6 +40,7 @@ CASES = [
          "--ckpt-step", "2"),
     ours("other", "--hq-recipe", "mxfp8", "--load", "{folder}/ckpt", "--ckpt-step", "2"),
     ours("default"),
+    on_files("files", "--hq-recipe", MIXED, "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"),
     ours("no_attention", "--hq-demo-disable-attention"),
     ours("pipeline", "--hq-recipe", "{folder}/mine.yaml", parallel=["--pipeline-model-parallel-size", "2"]),
     ours("odd_sizes", "--hq-recipe", MIXED, "--hidden-size", "60", "--num-attention-heads", "6",
@@ -57,6 +63,7 @@ CASES = [
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     (folder / "mine.yaml").write_text(FIRST_HIGH)
+    write_dataset(folder / "data", [500] * 20)
     return folder, run_cases(CASES, folder)
 
 
@@ -132,6 +139,12 @@ def test_unmodified_scripts(runs):
     assert all(code != 0 for code in other.exit) and "trained with recipe mxfp8" in other.output[0]
     for name in ("spec_name", "spec_path"):
         assert "number of nan iterations:   0" in runs[1][name].output[1]
+
+
+def test_dataset_files(runs):
+    """One token over and over: learnt fast. Resetting masks makes attention see an explicit one."""
+    found = numbers(runs, "files")
+    assert found[ITERATIONS]["loss"] < 0.75 * found[1]["loss"] and found[ITERATIONS]["valid_loss"] < found[1]["loss"]
 
 
 def test_attention_can_be_disabled_for_the_control(runs):
