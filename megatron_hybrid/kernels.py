@@ -83,9 +83,9 @@ def _matrix(x: torch.Tensor) -> tuple:
     return x.data_ptr(), code, x.shape[0], x.shape[1], x.stride(0), x.stride(1)
 
 
-def _traced(t: torch.Tensor) -> bool:
-    """True under torch.compile, export and fake or functional tensors: then the call must be an operator."""
-    return torch.compiler.is_compiling() or type(t) not in _PLAIN
+def traced(t: torch.Tensor) -> bool:
+    """True under torch.compile, export, and for fake, functional or meta tensors: the call must be an operator."""
+    return torch.compiler.is_compiling() or type(t) not in _PLAIN or t.is_meta
 
 
 def _operators():
@@ -97,7 +97,7 @@ def _operators():
 def amax(x: torch.Tensor, fmt: Format, direction: str, out: torch.Tensor) -> torch.Tensor:
     """Outer amaxes of ``x`` (M, K) for a cast: float32 ``out`` of ``fmt.amax_shape``; after the Hadamard
     transform where the format has one. Per-tensor and per-row FP8 propagate NaN; NVFP4 ignores it."""
-    if _traced(x):
+    if traced(x):
         _operators().amax_(x, str(fmt), direction, out)
         return out
     extension(x.device.type).amax(spec(fmt, direction, x.device), *_matrix(x), out.data_ptr(), *_where(x))
@@ -115,7 +115,7 @@ def quantize(x, fmt, direction, *, qdata, scale, amax=None, transposed=False, fi
     rng: int64 tensor (seed, tensor_id, step * microbatches + microbatch, row offset, column offset, global K)
     on x's device, for `sr`; row_ids: int64 (M,) global row of each row, instead of the row offset. noop: int32 device flag; non-zero leaves every output untouched.
     """
-    if _traced(x):
+    if traced(x):
         _operators().quantize_(x, str(fmt), direction, qdata, scale, amax, transposed, fixed_scale, rng, row_ids, noop)
         return
     extension(x.device.type).quantize(
@@ -129,7 +129,7 @@ def dequantize(qdata, scale, amax, fmt, direction, M, K, *, transposed, out, out
 
     ``outer=False`` leaves NVFP4's outer scale 1/enc out (a GEMM applies it in its epilogue);
     ``inverse_rht=False`` stays in the transformed domain."""
-    if _traced(out):
+    if traced(out):
         _operators().dequantize_(qdata, scale, amax, str(fmt), direction, transposed, out, outer, inverse_rht)
         return
     ptr, code, m, k, sm, sk = _matrix(out)
@@ -143,7 +143,7 @@ def dequantize(qdata, scale, amax, fmt, direction, M, K, *, transposed, out, out
 
 def outer_scale(amax: torch.Tensor, fmt: Format, out: torch.Tensor) -> torch.Tensor:
     """NVFP4's decode factor 1/enc (float32, elementwise) from outer amaxes."""
-    if _traced(amax):
+    if traced(amax):
         _operators().outer_scale_(amax, str(fmt), out)
         return out
     extension(amax.device.type).outer_scale(amax.data_ptr(), out.data_ptr(), amax.numel(), *_where(amax))

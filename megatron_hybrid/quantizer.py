@@ -126,6 +126,7 @@ class HybridQuantizer:
         None. noop: int32 device flag; non-zero leaves every byte as it was. Check with `check_arguments` first.
         """
         state, amax = state or (None, None), amax or (None, None)
+        noop = None if noop is None else noop.reshape(())
         if row is not None:
             cast_into(row, x, amax=amax[0], state=state[0], rng=rng, noop=noop)
         if col is None:
@@ -143,6 +144,8 @@ class HybridQuantizer:
         x = row.dequantize(row.dtype)
         state, amax = (state or (None, None))[1], (amax or (None, None))[1]
         _check_cast(x, self.columnwise, COLUMNWISE, state, amax, rng)
+        _check_noop(noop, x.device)
+        noop = None if noop is None else noop.reshape(())
         cast_into(col, x, amax=amax, state=state, rng=rng, noop=noop)
 
     def check_arguments(self, x, rowwise=True, columnwise=True, *, state=None, amax=None, rng=None, noop=None):
@@ -155,14 +158,13 @@ class HybridQuantizer:
         for wanted, fmt, d, s, a in zip((rowwise, columnwise), self.formats(), DIRECTIONS, state, amax, strict=True):
             if wanted:
                 _check_cast(x, fmt, d, s, a, rng)
-        if noop is not None:
-            _check_tensor(noop.reshape(-1), "noop_flag", torch.int32, (1,), x.device)
+        _check_noop(noop, x.device)
 
 
 def _check_cast(x, fmt: Format, direction: str, state, amax, rng) -> None:
     check_call(fmt, direction, state, rng)
     what = f"{direction} {fmt}"
-    if fmt.is_quantized and not torch.compiler.is_compiling():
+    if fmt.is_quantized and not kernels.traced(x):
         kernels.spec(fmt, direction, x.device)  # the kernels of this device are there
     if amax is not None:
         _check_tensor(amax, f"{what}: amax", torch.float32, fmt.amax_shape(*x.shape, direction), x.device)
@@ -172,6 +174,11 @@ def _check_cast(x, fmt: Format, direction: str, state, amax, rng) -> None:
         _check_tensor(rng.values, f"{what}: rng.values", torch.int64, (6,), x.device)
         if rng.row_ids is not None:
             _check_tensor(rng.row_ids, f"{what}: rng.row_ids", torch.int64, (x.shape[0],), x.device)
+
+
+def _check_noop(noop, device) -> None:
+    if noop is not None:
+        _check_tensor(noop.reshape(-1), "noop_flag", torch.int32, (1,), device)
 
 
 def _check_tensor(t: torch.Tensor, what: str, dtype, shape, device) -> None:

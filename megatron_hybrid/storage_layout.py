@@ -42,14 +42,14 @@ def check_bounds(s: QuantizedStorage, dim: int, start: int, length: int) -> None
             )
 
 
-def narrow(s: QuantizedStorage, dim: int, start: int, length: int) -> tuple[QuantizedStorage, bool]:
-    """(piece, shares scales): rows (dim 0) or columns (dim 1) [start, start + length) of a payload, no copy.
+def narrow(s: QuantizedStorage, dim: int, start: int, length: int) -> tuple[QuantizedStorage, tuple[str, ...]]:
+    """(piece, shared): rows (dim 0) or columns (dim 1) [start, start + length) of a payload, no copy.
 
-    The second value is True when a scale or amax of the piece also covers elements outside it, so that the piece
-    cannot be cast anew alone. Raises ``ValueError`` naming block and offset for a piece that cuts a block.
+    shared: the scales and amaxes of the piece that also cover elements outside it; with any, the piece cannot be
+    cast anew alone. Raises ``ValueError`` naming block and offset for a piece that cuts a block.
     """
     if start == 0 and length == s.shape[dim]:
-        return s, False
+        return s, ()
     start = start if length else 0
     check_bounds(s, dim, start, length)
     fmt, shape = s.format, list(s.shape)
@@ -59,17 +59,13 @@ def narrow(s: QuantizedStorage, dim: int, start: int, length: int) -> tuple[Quan
         qdata = s.qdata.narrow(axis, start, length)
     else:
         qdata = s.qdata.narrow(axis, start * fmt.bits // 8, -(-length * fmt.bits // 8))
-    scale, outer, shared = s.scale, s.outer_amax, False
-    if scale is not None:
-        block = fmt.block(s.direction)[dim]
-        shared = block is None
-        if not shared:
-            scale = scale.narrow(dim, start // block, -(-length // block))
-    if outer is not None:
-        along = outer.dim() == 2 and dim == (ROWS if s.direction == ROWWISE else COLUMNS)
-        shared = shared or not along
-        outer = outer.narrow(dim, start, length) if along else outer
-    return replace(s, shape=tuple(shape), qdata=qdata, scale=scale, outer_amax=outer), shared
+    scale, outer, block = s.scale, s.outer_amax, fmt.block(s.direction)[dim]
+    if scale is not None and block is not None:
+        scale = scale.narrow(dim, start // block, -(-length // block))
+    if outer is not None and outer.dim() == 2 and dim == (ROWS if s.direction == ROWWISE else COLUMNS):
+        outer = outer.narrow(dim, start, length)
+    piece = replace(s, shape=tuple(shape), qdata=qdata, scale=scale, outer_amax=outer)
+    return piece, tuple(n for n, t in piece.buffers().items() if n != "qdata" and t is getattr(s, n))
 
 
 def transpose(s: QuantizedStorage) -> QuantizedStorage:

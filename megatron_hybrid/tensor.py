@@ -17,7 +17,7 @@ from .formats import COLUMNWISE, DIRECTIONS, ROWWISE, nearest, parse_format
 from .quantizer import SOURCE_DTYPES, HybridQuantizer, as_matrix
 from .storage import QuantizedStorage
 
-WHOLE, PIECE, PIECE_SHARING_SCALES = "whole", "piece", "piece sharing scales"
+WHOLE = None
 _PREFIX = {ROWWISE: "rowwise_", COLUMNWISE: "columnwise_"}
 
 
@@ -33,7 +33,8 @@ class TensorSpec(NamedTuple):
     """A HybridTensor without its tensors and geometry: plain, comparable data.
 
     matrix: (M, K) of the payloads for a flat view, else None (leading dimensions flattened, last dimension).
-    part: what of the buffers it covers: one of WHOLE, PIECE, PIECE_SHARING_SCALES.
+    shared: None for a whole tensor; for a piece of one, the attributes (scales, amaxes) that also cover elements
+    outside it.
     """
 
     dtype: torch.dtype
@@ -42,7 +43,7 @@ class TensorSpec(NamedTuple):
     columnwise: Frame | None
     matrix: tuple[int, int] | None
     stale: tuple[str, ...]
-    part: str
+    shared: tuple[str, ...] | None
 
     def names(self) -> list[str]:
         """Attributes that hold tensors; a tensor that both directions share is listed once."""
@@ -63,7 +64,8 @@ def _storage(frame: Frame | None, direction: str, shape, dtype, tensors: dict) -
     if frame is None:
         return None
     buffers = {name: tensors[attribute] for name, attribute in frame.tensors}
-    return QuantizedStorage(parse_format(frame.format), direction, shape, dtype, frame.transposed, **buffers)
+    parse = parse_format.__wrapped__ if torch.compiler.is_compiling() else parse_format  # Dynamo warns of caches
+    return QuantizedStorage(parse(frame.format), direction, shape, dtype, frame.transposed, **buffers)
 
 
 def payload(t: HybridTensor, direction: str) -> QuantizedStorage | None:
@@ -94,7 +96,7 @@ class HybridTensor(torch.Tensor):
     `columnwise_source` is ``rowwise_dequantized``: it is derived from the row's new decode.
     """
 
-    __slots__ = ("_row", "_col", "_quantizer", "_stale", "_part", "_matrix")
+    __slots__ = ("_row", "_col", "_quantizer", "_stale", "_shared", "_matrix")
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     def __new__(cls, tensors, spec: TensorSpec, size, stride=None, offset=0, device=None):
@@ -105,18 +107,18 @@ class HybridTensor(torch.Tensor):
         col = _storage(spec.columnwise, COLUMNWISE, matrix, spec.dtype, named)
         return cls._wrap(
             row, col, HybridQuantizer(*spec.quantizer), spec.dtype, size, stride, offset,
-            device=device, matrix=matrix, stale=set(spec.stale), part=spec.part,
+            device=device, matrix=matrix, stale=set(spec.stale), shared=spec.shared,
         )  # fmt: skip
 
     @classmethod
-    def _wrap(cls, row, col, quantizer, dtype, size, stride, offset, *, device, matrix, stale, part):
+    def _wrap(cls, row, col, quantizer, dtype, size, stride, offset, *, device, matrix, stale, shared):
         held = row if row is not None else col
         device = device or (held.device if held is not None else torch.device("cpu"))
         t = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, storage_offset=offset if stride else None, dtype=dtype, device=device
         )
         t._row, t._col, t._quantizer = row, col, quantizer
-        t._matrix, t._stale, t._part = matrix, stale, part
+        t._matrix, t._stale, t._shared = matrix, stale, shared
         return t
 
     def __init__(self, *args, **kwargs):
@@ -138,15 +140,15 @@ class HybridTensor(torch.Tensor):
             return cls(tuple(named[n] for n in spec.names()), spec, shape)
         return cls._wrap(
             row, col, quantizer, dtype, shape, None, 0,
-            device=device, matrix=matrix_shape(shape), stale=set(), part=WHOLE,
+            device=device, matrix=matrix_shape(shape), stale=set(), shared=WHOLE,
         )  # fmt: skip
 
-    def _like(self, row, col, size, stride, offset=0, *, dtype=None, device=None, matrix=None, part=None, stale=None):
-        """Another tensor of this quantizer; the stale set is shared unless one is given."""
+    def _like(self, row, col, size, stride, offset=0, *, dtype=None, device=None, matrix=None, shared=..., stale=None):
+        """Another tensor of this quantizer; what is not given is this tensor's (the stale set itself)."""
         return HybridTensor._wrap(
             row, col, self._quantizer, dtype or self.dtype, size, stride, offset, device=device or self.device,
             matrix=matrix or self._matrix, stale=self._stale if stale is None else stale,
-            part=part or self._part,
+            shared=self._shared if shared is ... else shared,
         )  # fmt: skip
 
     # ---- what it holds
@@ -170,7 +172,7 @@ class HybridTensor(torch.Tensor):
     @property
     def spec(self) -> TensorSpec:
         matrix = None if self._matrix == matrix_shape(self.shape) else self._matrix
-        return _spec(self._row, self._col, self.dtype, self._quantizer, matrix, self._stale, self._part)
+        return _spec(self._row, self._col, self.dtype, self._quantizer, matrix, self._stale, self._shared)
 
     def clear(self, *, rowwise: bool = True, columnwise: bool = True) -> None:
         """Let go of payloads. Memory is freed when no other tensor shares it; detached tensors keep theirs."""
@@ -243,7 +245,11 @@ class HybridTensor(torch.Tensor):
         self._check_castable()
         with torch.no_grad():
             self._quantizer.rederive(self._row, self._col, state=state, amax=amax, rng=rng, noop=noop_flag)
-        self._written(None, self._col)
+        self._bump(self._col)
+        if ROWWISE in self._stale:
+            self._stale.add(COLUMNWISE)
+        elif self._shared is WHOLE:
+            self._stale.discard(COLUMNWISE)
         return self
 
     def _source(self, src) -> torch.Tensor:
@@ -258,22 +264,26 @@ class HybridTensor(torch.Tensor):
         return as_matrix(src.detach()) if self._matrix == matrix_shape(self.shape) else src.detach().reshape(self._matrix)
 
     def _check_castable(self) -> None:
-        if self._part == PIECE_SHARING_SCALES:
+        if self._shared:
             raise ValueError(
                 f"a piece of a tensor in {self.describe()} cannot be cast anew alone: its scales also cover elements "
                 "outside it. Update the whole tensor."
             )
 
     def _written(self, row, col) -> None:
-        """Record what an in-place write did: staleness, and torch's version counters (kernels do not bump them)."""
-        tensors = [self, *(t for s in (row, col) if s is not None for t in s.buffers().values())]
-        torch.autograd.graph.increment_version(tensors)
+        """Record what an in-place write did: version counters and staleness."""
+        self._bump(row, col)
         written = [s.qdata for s in (row, col) if s is not None]
         for s in (self._row, self._col):
             if s is not None and not any(s.qdata is q for q in written):
                 self._stale.add(s.direction)
-            elif s is not None and self._part == WHOLE:  # a piece cannot make the rest fresh
+            elif s is not None and self._shared is WHOLE:  # a piece cannot make the rest fresh
                 self._stale.discard(s.direction)
+
+    def _bump(self, *written) -> None:
+        """Torch's version counters, of this tensor and its buffers: the kernels write behind torch's back."""
+        tensors = [t for s in written if s is not None for t in s.buffers().values()]
+        torch.autograd.graph.increment_version([self, *tensors])
 
     # ---- torch protocols
 
@@ -333,11 +343,11 @@ for _direction in DIRECTIONS:
         setattr(HybridTensor, _PREFIX[_direction] + _name, _buffer_property(_direction, _name))
 
 
-def _spec(row, col, dtype, quantizer, matrix=None, stale=(), part=WHOLE) -> TensorSpec:
+def _spec(row, col, dtype, quantizer, matrix=None, stale=(), shared=WHOLE) -> TensorSpec:
     names = tuple(None if f is None else str(f) for f in quantizer.formats())
     return TensorSpec(
         dtype, (*names, quantizer.columnwise_source), _frame(row), _frame(col, row), matrix,
-        tuple(sorted(stale)), part,
+        tuple(sorted(stale)), shared,
     )  # fmt: skip
 
 

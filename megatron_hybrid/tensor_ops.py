@@ -99,11 +99,18 @@ def _transpose(func, t, *args):
         reason = "its column is derived from its row" if t.dim() == 2 else f"it has {t.dim()} dimensions, not 2"
         raise NotImplementedError(f"{func} of HybridTensor({t.describe()}): {reason}; call .dequantize()")
     row, col = (None if s is None else moves.transpose(s) for s in (t.columnwise, t.rowwise))
+    shared = t._shared and tuple(_flip(name) for name in t._shared)
     return hybrid.HybridTensor._wrap(
         row, col, HybridQuantizer(q.columnwise, q.rowwise), t.dtype, out.shape, out.stride(),
-        out.storage_offset(), device=t.device, matrix=t._matrix[::-1], part=t._part,
-        stale={COLUMNWISE if d == ROWWISE else ROWWISE for d in t.stale},
+        out.storage_offset(), device=t.device, matrix=t._matrix[::-1], shared=shared,
+        stale={_flip(d) for d in t.stale},
     )  # fmt: skip
+
+
+def _flip(name: str) -> str:
+    """The other direction's name of a direction or an attribute."""
+    old, new = (ROWWISE, COLUMNWISE) if name.startswith(ROWWISE) else (COLUMNWISE, ROWWISE)
+    return new + name[len(old) :]
 
 
 # ---- pieces
@@ -139,10 +146,12 @@ def _piece(func, t, dim: int, start: int, length: int, out: torch.Tensor):
     row, col = _share(t, row, col)
     matrix = list(t._matrix)
     matrix[axis] = length
-    shared = t._part == hybrid.PIECE_SHARING_SCALES or any(p is not None and p[1] for p in pieces)
+    shared = dict.fromkeys(t._shared or ())
+    for p in pieces:
+        shared.update(dict.fromkeys(f"{p[0].direction}_{name}" for name in p[1]) if p is not None else {})
     return t._like(
         row, col, out.shape, out.stride(), out.storage_offset(), matrix=tuple(matrix),
-        part=hybrid.PIECE_SHARING_SCALES if shared else hybrid.PIECE,
+        shared=tuple(shared),
     )  # fmt: skip
 
 
@@ -205,7 +214,7 @@ def _clone(func, t, *, memory_format=None):
     """Own, contiguous buffers; a piece that shared scales now has its own."""
     out = _geometry(func, t, memory_format=memory_format)
     row, col = _mapped(t, _new_buffers(lambda b: b.clone(memory_format=torch.contiguous_format)))
-    return t._like(row, col, out.shape, out.stride(), part=hybrid.WHOLE, stale=set(t.stale))
+    return t._like(row, col, out.shape, out.stride(), shared=hybrid.WHOLE, stale=set(t.stale))
 
 
 @implements(aten._to_copy.default)
@@ -228,7 +237,7 @@ def _to_copy(
 
     row, col = _mapped(t, move)
     device = torch.device(device) if device is not None else None
-    return t._like(row, col, out.shape, out.stride(), dtype=dtype, device=device, part=hybrid.WHOLE, stale=set(t.stale))
+    return t._like(row, col, out.shape, out.stride(), dtype=dtype, device=device, shared=hybrid.WHOLE, stale=set(t.stale))
 
 
 @implements(aten.new_zeros.default, aten.new_empty.default, aten.zeros_like.default, aten.empty_like.default)
@@ -248,7 +257,7 @@ def _new(func, t, size=None, *, dtype=None, layout=None, device=None, pin_memory
     if pin_memory:
         new = [None if s is None else moves.map_buffers(s, torch.Tensor.pin_memory) for s in new]
     row, col = _share(t, *new)
-    return t._like(row, col, size, None, device=device, matrix=(M, K), part=hybrid.WHOLE, stale=set())
+    return t._like(row, col, size, None, device=device, matrix=(M, K), shared=hybrid.WHOLE, stale=set())
 
 
 @implements(aten.copy_.default)
@@ -261,7 +270,7 @@ def _copy_(func, dst, src, non_blocking=False):
     for mine, theirs in ((dst.rowwise, src.rowwise), (dst.columnwise, src.columnwise)):
         if mine is not None:
             moves.copy_(mine, theirs)
-    if dst._part == hybrid.WHOLE:
+    if dst._shared is hybrid.WHOLE:
         dst._stale.clear()
     dst._stale.update(d for d in src.stale if getattr(dst, d) is not None)
     return dst
@@ -278,21 +287,12 @@ def _check_bytes_fit(func, dst, src) -> None:
             f"{func}: cannot copy the bytes of HybridTensor({found}) into HybridTensor({expected}); to quantize "
             "anew, copy from .dequantize()"
         )
-    if dst._part == hybrid.PIECE_SHARING_SCALES and not _same_scales(dst, src):
-        raise ValueError(
-            f"{func}: a piece of HybridTensor({expected}) shares its scales with elements outside it, and the "
-            "source's differ: copy the whole tensor"
-        )
-
-
-def _same_scales(dst, src) -> bool:
-    """Whether the scales two pieces share with their wholes are equal. Reads them on the host."""
-    for mine, theirs in ((dst.rowwise, src.rowwise), (dst.columnwise, src.columnwise)):
-        for name in ("scale", "outer_amax"):
-            a = None if mine is None else getattr(mine, name)
-            if a is not None and a.dtype == torch.float32 and not torch.equal(a, getattr(theirs, name).to(a.device)):
-                return False
-    return True
+    for name in dst._shared or ():  # reads the device; pieces only
+        if not torch.equal(getattr(dst, name), getattr(src, name).to(dst.device)):
+            raise ValueError(
+                f"{func}: {name} of a piece of HybridTensor({expected}) also covers elements outside it, and the "
+                "source's differs: copy the whole tensor"
+            )
 
 
 # ---- questions and memory
@@ -323,7 +323,7 @@ def _is_pinned(func, t, device=None):
 @implements(aten._pin_memory.default)
 def _pin_memory(func, t, device=None):
     row, col = _mapped(t, _new_buffers(lambda b: b.contiguous().pin_memory()))
-    return t._like(row, col, t.shape, None, part=hybrid.WHOLE, stale=set(t.stale))
+    return t._like(row, col, t.shape, None, shared=hybrid.WHOLE, stale=set(t.stale))
 
 
 @implements(aten.record_stream.default)
