@@ -14,18 +14,29 @@ Megatron's training calls the same object through its hooks.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from .consumer import bind_outputs
 from .linear import WeightCache
 from .recipe import Recipe
+from .recipe_callable import as_recipe
+from .roles import ModuleRole
 from .runtime import LinearRuntime, RandomKeys
 
 
 class Controller:
-    """Made by `prepare`. Methods are cheap: they do nothing on the device for recipes that need nothing."""
+    """Made by `prepare`. Methods are cheap: they do nothing on the device for recipes that need nothing.
 
-    def __init__(self, runtimes: list[LinearRuntime], recipe: Recipe | None, seed: int, num_microbatches: int):
-        self.runtimes = runtimes
+    runtimes: of the model's quantized linears. others: roles of modules that a recipe may name and leaves alone.
+    """
+
+    def __init__(
+        self, runtimes: list[LinearRuntime], recipe: Recipe | None, seed: int, num_microbatches: int,
+        others: tuple[ModuleRole, ...] = (),
+    ):  # fmt: skip
+        self.runtimes, self.others = runtimes, others
         self.keys = RandomKeys(seed, num_microbatches)
         for runtime in runtimes:
             runtime.keys = self.keys
@@ -35,11 +46,11 @@ class Controller:
 
     def begin_step(self, step: int, num_microbatches: int | None = None) -> None:
         """Start of step `step` (Megatron's 1-based iteration): step rules take effect, a cache window opens."""
-        if num_microbatches is not None:
-            self.keys.num_microbatches = num_microbatches
         for runtime in self.runtimes:
             runtime.set_step(step)
-        self.keys.set(step, 0)
+        self.keys.set(step, 0, num_microbatches)
+        for runtime in self.runtimes:
+            runtime.make_keys()
         self.invalidate()
 
     def microbatch(self, index: int) -> None:
@@ -68,32 +79,44 @@ class Controller:
         for runtime in self.runtimes:
             runtime.weight_cache.invalidate()
 
-    def switch(self, recipe: Recipe | str) -> None:
-        """Change the recipe from the next forward on. Every module is planned and checked before any is changed."""
-        recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
-        recipe.check_matches([r.role for r in self.runtimes])
+    def switch(self, recipe) -> None:
+        """Change the recipe from the next forward on. Every module is planned and checked before any is changed.
+
+        recipe: a `Recipe`, a name or path, or a function of a role. A forward that ran before keeps its own plan for
+        its backward, but cannot be recomputed any more: switch between steps.
+        """
+        recipe = as_recipe(recipe)
+        recipe.check_matches([*(r.role for r in self.runtimes), *self.others])
         for runtime in self.runtimes:
             runtime.check(recipe)
         for runtime in self.runtimes:
             runtime.replan(recipe)
 
 
-def runtimes_of(model: torch.nn.Module) -> list[LinearRuntime]:
-    return [m for m in model.modules() if isinstance(m, LinearRuntime)]
-
-
-def prepare(model: torch.nn.Module, recipe: Recipe | str | None = None, seed: int = 0, num_microbatches: int = 1):
+def prepare(model: torch.nn.Module, recipe=None, seed: int = 0, num_microbatches: int = 1) -> Controller:
     """A `Controller` over every quantized module of `model`.
 
-    recipe: gives all of them this recipe; None keeps what they were built with. seed: of stochastic rounding,
-    32 bits. Unnamed modules take their path in the model as name. Raises ``ValueError`` when the model has no
-    quantized module, `RecipeError` for a rule that matches nothing, `PlanError` for a plan that cannot run.
+    recipe: gives all of them this recipe (a `Recipe`, a name or path, or a function of a role); None keeps what they
+    were built with. seed: of stochastic rounding, 32 bits. Unnamed modules take their path in the model as name, and
+    producers that know their consumer's role find the consumer. Raises ``ValueError`` when the model has no
+    quantized module, or none of such a role; `RecipeError` for a rule that matches nothing, `PlanError` for a plan
+    that cannot run.
     """
-    named = [(n.removesuffix(".hq"), m) for n, m in model.named_modules() if isinstance(m, LinearRuntime)]
-    if not named:
+    runtimes, others = [], []
+    for path, module in model.named_modules():
+        if isinstance(module, LinearRuntime):
+            module.name_if_unnamed(_owner_path(path))
+            runtimes.append(module)
+        elif isinstance(role := getattr(module, "role", None), ModuleRole):
+            module.role = role if role.name else replace(role, name=path)
+            others.append(module.role)
+    if not runtimes:
         raise ValueError("prepare: the model has no quantized module (HybridLinear and its kin)")
-    for path, runtime in named:
-        runtime.name_if_unnamed(path)
-    if recipe is not None and not isinstance(recipe, Recipe):
-        recipe = Recipe.load(recipe)
-    return Controller([m for _, m in named], recipe, seed, num_microbatches)
+    bind_outputs(model)
+    return Controller(runtimes, None if recipe is None else as_recipe(recipe), seed, num_microbatches, tuple(others))
+
+
+def _owner_path(path: str) -> str:
+    """Path of the module that owns the runtime at a path: ``fc1.hq``, or ``experts.hq.3`` of a grouped module."""
+    parts = path.split(".")
+    return ".".join(parts[: len(parts) - 1 - parts[::-1].index("hq")])

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .gemm import BACKENDS, GEMMS, OPERANDS, DeviceKind, GemmPair
 from .formats import parse_format
-from .plan import GemmPlan
+from .gemm import BACKENDS, DeviceKind, GemmPair
+from .plan import GemmPlan, describe_operands
+from .runtime import LinearRuntime
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class Table:
 
 
 def plans_of(model) -> list[tuple[str, GemmPlan]]:
-    """(module name, plan) of every module that has one, in module order."""
-    found = []
-    for path, module in model.named_modules():
-        plan = getattr(module, "plan", None)
-        if isinstance(plan, GemmPlan):
-            found.append((plan.name or path, plan))
-    return found
+    """(module name, plan) of every quantized linear, in module order; of a grouped one for every expert."""
+    return [
+        (runtime.label or path.removesuffix(".hq"), plan)
+        for path, runtime in model.named_modules()
+        if isinstance(runtime, LinearRuntime)
+        for plan in runtime.plans()
+    ]
 
 
 def explain(model) -> Table:
@@ -57,28 +58,17 @@ def explain(model) -> Table:
 
 
 def _plan_rows(name: str, plan: GemmPlan):
-    for gemm in GEMMS:
-        step = getattr(plan, gemm)
-        a, b = (
-            f"{operand}.{direction} {fmt}"
-            for (operand, direction), fmt in zip(OPERANDS[gemm], (step.pair.a, step.pair.b))
-        )
-        kept = {"dgrad": f"weight {plan.saved['weight']}", "wgrad": f"input {plan.saved['input']}"}.get(gemm, "-")
-        accumulate = step.pair.accumulate if step.native and step.pair.is_quantized else "full"
-        yield (name, gemm, a, b, accumulate, step.backend.name, _runs(step), kept)
-
-
-def _runs(step) -> str:
-    if not step.pair.is_quantized:
-        return "high precision"
-    return "native" if step.native else "emulated"
+    kept = {"dgrad": f"weight {plan.saved['weight']}", "wgrad": f"input {plan.saved['input']}"}
+    for gemm, step in plan.steps().items():
+        a, b = describe_operands(step.pair)
+        yield (name, gemm, a, b, step.accumulation, step.backend.name, step.runs, kept.get(gemm, "-"))
 
 
 def _totals(plans) -> str:
     counts: dict[str, int] = {}
     for _, plan in plans:
         for step in plan.steps().values():
-            counts[_runs(step)] = counts.get(_runs(step), 0) + 1
+            counts[step.runs] = counts.get(step.runs, 0) + 1
     gemms = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
     return f"{len(plans)} linears; gemms: {gemms or 'none'}"
 
@@ -88,6 +78,8 @@ _EXAMPLES = (
     ("fp8_current_e4m3", "fp8_current_e4m3"),
     ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
     ("fp8_block_e4m3", "fp8_block_e4m3:2d"),
+    ("fp8_block_e4m3", "fp8_block_e4m3"),
+    ("fp8_block_e4m3:2d", "fp8_block_e4m3:2d"),
     ("mxfp8_e4m3", "mxfp8_e4m3"),
     ("nvfp4", "nvfp4"),
     ("mxfp8_e4m3", "high_precision"),
@@ -96,7 +88,7 @@ _EXAMPLES = (
 
 def backends(device="cpu") -> Table:
     """Which backend runs which pair of formats on a device, and why the others do not."""
-    kind = device if isinstance(device, DeviceKind) else DeviceKind.of(device)
+    kind = DeviceKind.of(device)
     rows = []
     for a, b in _EXAMPLES:
         pair = GemmPair("fprop", parse_format(a), parse_format(b), kind)

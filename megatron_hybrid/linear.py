@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .formats import COLUMNWISE, ROWWISE
-from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
+from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
+from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
 from .storage import QuantizedStorage
+from .tensor import HybridTensor, payload
 
 
 class Communication:
@@ -74,7 +75,7 @@ class LinearCall:
     """What one call needs besides tensors: the plan, the ranks, and what the casts read."""
 
     plan: GemmPlan
-    comm: Communication = LOCAL
+    comm: Communication
     rng: dict | None = None  # operand -> Rng, for stochastic rounding
     state: dict | None = None  # operand -> (rowwise, columnwise) DelayedState
     weight_cache: WeightCache | None = None
@@ -83,12 +84,18 @@ class LinearCall:
         return dict(rng=(self.rng or {}).get(operand), state=(self.state or {}).get(operand))
 
     def quantize(self, operand, x, *, rowwise=False, columnwise=False):
-        """(rowwise, columnwise) payloads of an operand, the weight's from its cache when there is one."""
+        """(rowwise, columnwise) payloads of an operand.
+
+        A `HybridTensor` brings its own, which must be the plan's; a weight's may be in its cache, which compiled
+        code does not use.
+        """
+        if isinstance(x, HybridTensor):
+            return held_payloads(self.plan, operand, x, rowwise, columnwise)
 
         def cast(x, *, rowwise, columnwise):
             return self.plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **self.keys(operand))
 
-        if operand == WEIGHT and self.weight_cache is not None:
+        if operand == WEIGHT and self.weight_cache is not None and not torch.compiler.is_compiling():
             return self.weight_cache.get(x, cast, (rowwise, columnwise))
         return cast(x, rowwise=rowwise, columnwise=columnwise)
 
@@ -96,18 +103,33 @@ class LinearCall:
         return self.plan.columnwise(operand, kept, **self.keys(operand))
 
 
+def held_payloads(plan: GemmPlan, operand: str, x: HybridTensor, rowwise: bool, columnwise: bool):
+    """(rowwise, columnwise) payloads of an operand that was quantized before, no cast.
+
+    Raises `PlanError` when they are not what the plan's own cast would be: other formats, or a missing direction.
+    """
+    quantizer, source = plan.quantizers[operand], x.spec.quantizer[2]
+    wanted = rowwise, columnwise
+    held = [payload(x, direction) if want else None for direction, want in zip(DIRECTIONS, wanted)]
+    for direction, want, s, fmt in zip(DIRECTIONS, wanted, held, quantizer.formats()):
+        same_source = direction == ROWWISE or source == quantizer.columnwise_source
+        if want and not (s is not None and s.format == fmt and same_source):
+            raise PlanError(
+                f"{plan.label}: {operand} was quantized before, to {x.describe()}, columnwise_source={source}; the plan "
+                f"needs {operand}.{direction} {fmt}, columnwise_source={quantizer.columnwise_source}"
+            )
+    return held
+
+
 class HybridLinearFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, call: LinearCall):
-        comm, needs = call.comm, ctx.needs_input_grad
-        x_full = comm.gather_input(x)
-        y, x_kept, w_kept = fprop(call, x_full, weight, keep_input=needs[1], keep_weight=needs[0])
-        if comm.keeps_local_input and needs[1]:
-            x_kept = x
-        ctx.call, ctx.weight, ctx.shape, ctx.dtype = call, weight, x_full.shape, x.dtype
+        needs = ctx.needs_input_grad
+        y, x_kept, w_kept = forward(x, weight, bias, call, keep_input=needs[1], keep_weight=needs[0])
+        ctx.call, ctx.weight, ctx.dtype = call, weight, x.dtype
+        ctx.shape = (*y.shape[:-1], x.shape[-1])
         ctx.unpack = save_for_backward(ctx, x_kept, w_kept)
-        y = y.view(*x_full.shape[:-1], weight.shape[0])
-        return y if bias is None else y.add_(bias)
+        return y
 
     @staticmethod
     def backward(ctx, dy):
@@ -127,6 +149,27 @@ class HybridLinearFunction(torch.autograd.Function):
         if needs[2]:
             db = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
         return finish_dx(), dw, db, None
+
+
+def forward(x, weight, bias, call: LinearCall, *, keep_input: bool, keep_weight: bool):
+    """`y` (..., N), and what is kept of x and of w for backward (None where nothing is needed).
+
+    y is a fresh view at the end: Dynamo loses the gradients of a Function that returns what a `.to` without effect
+    returned.
+    """
+    comm = call.comm
+    if comm.keeps_local_input and isinstance(x, HybridTensor):
+        raise PlanError(f"{call.plan.label}: an input that is gathered cannot be quantized before")
+    x_full = comm.gather_input(x)
+    y, x_kept, w_kept = fprop(call, x_full, weight, keep_input=keep_input, keep_weight=keep_weight)
+    if comm.keeps_local_input and keep_input:
+        x_kept = x
+    return add_bias(y, bias).view(*x_full.shape[:-1], weight.shape[0]), x_kept, w_kept
+
+
+def add_bias(y, bias):
+    """`y + bias` in y's dtype, rounded once."""
+    return y if bias is None else torch.add(y, bias).to(y.dtype)
 
 
 def fprop(call: LinearCall, x, weight, *, keep_input: bool, keep_weight: bool):
@@ -150,8 +193,10 @@ def wgrad(call: LinearCall, dy_col, x_kept, dtype, accumulate_into=None):
 def _forward_operand(call, operand, x, keep: bool):
     """(rowwise payload for fprop, what the plan keeps for backward) of an operand."""
     kept = call.plan.saved[operand] if keep else None
-    if kept == COLUMNWISE and call.comm.keeps_local_input and operand == INPUT:
-        kept = ORIGINAL  # the caller keeps the local shard instead
+    if kept is not None and operand == INPUT and call.comm.keeps_local_input:
+        kept = None  # the caller keeps the local shard instead
+    if kept == ORIGINAL and isinstance(x, HybridTensor):
+        kept = COLUMNWISE  # the original is not there any more, its columnwise payload is
     row, col = call.quantize(operand, x, rowwise=True, columnwise=kept == COLUMNWISE)
     return row, {None: None, ROWWISE: row, COLUMNWISE: col, ORIGINAL: x}[kept]
 
@@ -188,5 +233,11 @@ def placeholder_gradient(weight) -> torch.Tensor:
 
 
 def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
-    """`x (..., K) @ weight (N, K).T + bias (N,)` as `call.plan` says; differentiable in all three."""
+    """`x (..., K) @ weight (N, K).T + bias (N,)` as `call.plan` says; differentiable in all three.
+
+    x and weight may be `HybridTensor`s whose formats are the plan's: they are not cast again, and gradients are
+    those of the nominal tensors. Without gradients (`no_grad`) only rowwise copies are made and nothing is kept.
+    """
+    if not torch.is_grad_enabled():
+        return forward(x, weight, bias, call, keep_input=False, keep_weight=False)[0]
     return HybridLinearFunction.apply(x, weight, bias, call)

@@ -5,19 +5,21 @@ Saving for backward, gathering, offload, tests and `explain` read the plan; noth
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 
 import torch
 
 from . import gemm as gemms
-from .formats import COLUMNWISE, ROWWISE
-from .gemm import OPERANDS, DeviceKind, GemmBackend, GemmPair
-from .quantizer import HybridQuantizer
+from .formats import COLUMNWISE, ROWWISE, nearest
+from .gemm import DIMENSIONS, OPERANDS, DeviceKind, GemmBackend, GemmPair
+from .quantizer import HybridQuantizer, as_matrix
 from .storage import QuantizedStorage, derive_columnwise
 
 INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
-ORIGINAL = "original"
+ORIGINAL, PAYLOAD = "original", "payload"
+SAVE_INPUT = (PAYLOAD, ORIGINAL)
 
 
 class PlanError(ValueError):
@@ -35,13 +37,21 @@ class GemmStep:
     def native(self) -> bool:
         return self.backend.native
 
-    def run(self, a: QuantizedStorage, b: QuantizedStorage, out_dtype, accumulate_into=None) -> torch.Tensor:
-        """`A @ B.T`, both payloads in the directions this gemm contracts. Shapes: gemm/backend.py."""
-        for s, (operand, direction) in zip((a, b), OPERANDS[self.pair.gemm]):
-            if s is None or s.direction != direction:
-                found = "nothing" if s is None else s.direction
-                raise PlanError(f"{self.pair.gemm} needs {operand}.{direction}, found {found}")
-        return self.backend.run(a, b, self.pair, out_dtype, accumulate_into)
+    @property
+    def runs(self) -> str:
+        """``native``, ``emulated`` or ``high precision``."""
+        if not self.pair.is_quantized:
+            return "high precision"
+        return "native" if self.native else "emulated"
+
+    @property
+    def accumulation(self) -> str:
+        """``fast`` or ``full``: what its sums keep, which only some native GEMMs let a recipe choose."""
+        return self.backend.accumulation(self.pair)
+
+    def alignment(self) -> dict[str, int]:
+        """Multiples to which the module's dimensions M, N and K are padded inside this gemm."""
+        return dict(zip(DIMENSIONS[self.pair.gemm], self.backend.alignment(self.pair)))
 
 
 @dataclass(frozen=True)
@@ -51,7 +61,7 @@ class GemmPlan:
     quantizers  operand -> HybridQuantizer
     saved       operand -> what is kept for backward: ``columnwise`` payload, ``rowwise`` payload (the column is
                 decoded from it in backward) or ``original`` (the high-precision tensor, cast in backward)
-    calls       counts of GEMMs run, by (gemm, backend name); for tests and reports
+    calls       counts of GEMMs run, by (gemm, backend name); for tests and reports. Compiled code does not count.
     """
 
     name: str
@@ -70,6 +80,17 @@ class GemmPlan:
     def uses_rng(self) -> bool:
         return any(f.sr for q in self.quantizers.values() for f in q.formats())
 
+    def alignment(self, dimension: str) -> int:
+        """The multiple of dimension ``M``, ``N`` or ``K`` at which no gemm of this module pads anything."""
+        return math.lcm(*(step.alignment().get(dimension, 1) for step in self.steps().values()))
+
+    def counts(self) -> Counter:
+        """GEMMs run so far, by what they ran as: ``native``, ``emulated``, ``high precision``."""
+        total = Counter()
+        for (gemm, _), n in self.calls.items():
+            total[getattr(self, gemm).runs] += n
+        return total
+
     def transposed(self, operand: str) -> bool:
         """Whether this operand's columnwise payload is written contraction-contiguous."""
         step = self.dgrad if operand == WEIGHT else self.wgrad
@@ -77,9 +98,8 @@ class GemmPlan:
 
     def quantize(self, operand: str, x: torch.Tensor, *, rowwise=False, columnwise=False, rng=None, state=None):
         """(rowwise, columnwise) payloads of `x` (..., K) for the directions asked for."""
-        quantizer = self.quantizers[operand]
-        return quantizer.cast(
-            x.reshape(-1, x.shape[-1]), rowwise=rowwise, columnwise=columnwise, rng=rng, state=state,
+        return self.quantizers[operand].cast(
+            as_matrix(x), rowwise=rowwise, columnwise=columnwise, rng=rng, state=state,
             transposed=self.transposed(operand),
         )  # fmt: skip
 
@@ -89,37 +109,76 @@ class GemmPlan:
             return self.quantize(operand, kept, columnwise=True, rng=rng, state=state)[1]
         if kept.direction == COLUMNWISE:
             return kept
-        return derive_columnwise(kept, self.quantizers[operand].columnwise)
+        return derive_columnwise(
+            kept, self.quantizers[operand].columnwise, rng=rng, state=None if state is None else state[1],
+            transposed=self.transposed(operand),
+        )  # fmt: skip
 
     def run(self, gemm: str, a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
+        """`A @ B.T`, both payloads in the directions this gemm contracts. Shapes: gemm/backend.py.
+
+        Raises `PlanError` naming a direction that is missing.
+        """
+        for s, (operand, direction) in zip((a, b), OPERANDS[gemm]):
+            if s is None or s.direction != direction:
+                found = "nothing" if s is None else s.direction
+                raise PlanError(f"{self.label}, {gemm}: needs {operand}.{direction}, found {found}")
         step = getattr(self, gemm)
-        self.calls[gemm, step.backend.name] += 1
-        return step.run(a, b, out_dtype, accumulate_into)
+        if not torch.compiler.is_compiling():
+            self.calls[gemm, step.backend.name] += 1
+        return step.backend.run(a, b, step.pair, out_dtype, accumulate_into)
+
+    @property
+    def label(self) -> str:
+        return module_label(self.name)
 
 
-def _saved(quantizer: HybridQuantizer) -> str:
-    if quantizer.columnwise.is_quantized or not quantizer.derives_columnwise:
-        return COLUMNWISE
-    return ROWWISE  # a high-precision column decoded from the row: keep the smaller row
+def module_label(name: str) -> str:
+    return f"module {name or '(unnamed)'}"
 
 
-def build_plan(resolved, name: str, device, *, backend: str | None = None) -> GemmPlan:
+def describe_operands(pair: GemmPair) -> list[str]:
+    """Operands A and B, each as ``input.rowwise mxfp8_e4m3``."""
+    return [f"{op}.{direction} {fmt}" for (op, direction), fmt in zip(OPERANDS[pair.gemm], (pair.a, pair.b))]
+
+
+def _saved(operand: str, quantizer: HybridQuantizer, save_input: str) -> str:
+    row, column = quantizer.formats()
+    if quantizer.derives_columnwise:
+        # the row is enough: keep it where it is smaller. A weight's column is rather made once a step (its cache)
+        smaller = not column.is_quantized or (operand == INPUT and row.bits < column.bits)
+        return ROWWISE if smaller else COLUMNWISE
+    if not column.is_quantized or (operand == INPUT and save_input == ORIGINAL):
+        return ORIGINAL
+    return COLUMNWISE
+
+
+def build_plan(resolved, name: str, device, *, backend: str | None = None, save_input: str = PAYLOAD) -> GemmPlan:
     """Build and check the plan of one module.
 
     resolved: a recipe's `ModuleQuant` (operand -> formats, accumulate). name: the module's full name, for
-    messages. device: a torch device. backend: force one by name (tests). Raises `PlanError`.
+    messages. device: a torch device, or a `DeviceKind` to plan for one that is not there. backend: force one by
+    name (tests). save_input: ``payload`` keeps the quantized input for backward; ``original`` keeps the tensor and
+    casts in backward, for inputs that something else keeps alive anyway. A column derived from the row always
+    comes from the payload, whatever is chosen here.
+
+    Raises `PlanError` naming module, gemm, operands, formats and device.
     """
+    if save_input not in SAVE_INPUT:
+        raise PlanError(
+            f"{module_label(name)}: save_input {save_input!r}{nearest(str(save_input), SAVE_INPUT)} "
+            f"Valid: {', '.join(SAVE_INPUT)}"
+        )
     kind = DeviceKind.of(device)
     quantizers = {op: HybridQuantizer(*resolved.quantizer(op)) for op in (INPUT, WEIGHT, GRAD_OUTPUT)}
     steps = {}
     for gemm, ((op_a, dir_a), (op_b, dir_b)) in OPERANDS.items():
         a, b = getattr(quantizers[op_a], dir_a), getattr(quantizers[op_b], dir_b)
-        pair = GemmPair(gemm, a, b, kind, getattr(resolved.accumulate, gemm))
+        pair = GemmPair(gemm, a, b, kind, resolved.accumulate[gemm])
         try:
             steps[gemm] = GemmStep(pair, gemms.choose(pair, backend))
         except ValueError as exc:
-            raise PlanError(
-                f"module {name or '(unnamed)'}, {gemm}: {op_a}.{dir_a} {a} x {op_b}.{dir_b} {b} on {kind}: {exc}"
-            ) from None
-    saved = {INPUT: _saved(quantizers[INPUT]), WEIGHT: _saved(quantizers[WEIGHT])}
+            operands = " x ".join(describe_operands(pair))
+            raise PlanError(f"{module_label(name)}, {gemm}: {operands} on {kind}: {exc}") from None
+    saved = {op: _saved(op, quantizers[op], save_input) for op in (INPUT, WEIGHT)}
     return GemmPlan(name, kind, **steps, quantizers=quantizers, saved=saved)

@@ -71,6 +71,10 @@ class Recipe:
     @classmethod
     def from_dict(cls, data: Mapping) -> Recipe:
         """The recipe that a dict in the file's grammar describes. Raises ``RecipeError`` that names the key."""
+        if isinstance(data, Mapping) and data.get("callable"):
+            raise RecipeError(
+                f"recipe {data.get('name')!r} was a Python function, which no file or checkpoint holds; give the function"
+            )
         return cls._checked(read_recipe(from_object(data)))
 
     @classmethod

@@ -6,25 +6,27 @@ plain tensors (`<module>.hq.input_rowwise_scale`, `..._history`); recipes withou
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import replace
 
 import torch
 
 from .formats import DIRECTIONS
 from .linear import Communication, LinearCall, WeightCache
-from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan, PlanError, build_plan
+from .plan import GRAD_OUTPUT, INPUT, PAYLOAD, WEIGHT, GemmPlan, PlanError, build_plan
 from .recipe import Recipe
-from .roles import ModuleRole, tensor_id
+from .roles import ModuleRole, QuantizerRole, tensor_id
 from .scaling import DelayedState, Rng
 
 OPERANDS = (INPUT, WEIGHT, GRAD_OUTPUT)
 
 
 class RandomKeys:
-    """The stochastic-rounding keys of one step, in device memory: one row of six words a microbatch and operand.
+    """The stochastic-rounding keys of one step, in device memory: a row of six words for every microbatch.
 
-    A forward keeps the rows of its microbatch, so that its backward draws with the same counter whatever runs in
-    between. The weight always uses the first microbatch's counter: it is one tensor a step.
+    One table a module, operand and device. A forward keeps the row of its microbatch, so that its backward draws
+    with the same counter whatever runs in between. The weight always uses the first microbatch's counter: it is one
+    tensor a step.
     """
 
     def __init__(self, seed: int, num_microbatches: int):
@@ -32,127 +34,191 @@ class RandomKeys:
         self.step = self.microbatch = 0
         self._tables: dict[tuple, torch.Tensor] = {}
 
-    def set(self, step: int, microbatch: int) -> None:
-        if not 0 <= microbatch < self.num_microbatches:
-            raise ValueError(
-                f"microbatch {microbatch} of {self.num_microbatches}: pass `num_microbatches` to prepare() or begin_step()"
-            )
+    def set(self, step: int, microbatch: int, num_microbatches: int | None = None) -> None:
+        """Go to a microbatch of a step. Raises ``ValueError`` for one that the step does not have."""
+        total = num_microbatches or self.num_microbatches
+        if not 0 <= microbatch < total:
+            raise ValueError(f"microbatch {microbatch} of {total}: pass `num_microbatches` to prepare() or begin_step()")
+        if total != self.num_microbatches:
+            self._tables = {}
+        self.microbatch, self.num_microbatches = microbatch, total
         if step != self.step:
-            for (_, _, slot, _), row in self._tables.items():
-                row[2] = self._counter(step, slot)
-        self.step, self.microbatch = step, microbatch
+            self.step = step
+            for table in self._tables.values():
+                table[:, 2] = self._counters(table.device)
 
-    def _counter(self, step: int, slot: int) -> int:
-        return (step * self.num_microbatches + slot) & 0xFFFFFFFF
+    def _counters(self, device) -> torch.Tensor:
+        first = (self.step * self.num_microbatches) & 0xFFFFFFFF
+        return (torch.arange(self.num_microbatches, device=device) + first) & 0xFFFFFFFF
 
-    def rng(self, role, operand: str, device, index_map=(0, 0, 0)) -> Rng:
-        slot = 0 if operand == WEIGHT else self.microbatch
-        key = (role, operand, slot, device)
+    def table(self, role: ModuleRole, operand: str, device) -> torch.Tensor:
+        """int64 (num_microbatches, 6); all experts of a module share it. Made at its first use."""
+        key = (role.name, operand, str(device))
         if key not in self._tables:
-            fresh = Rng(self.seed, tensor_id(role.operand(operand)), 0, 0, index_map, device=device)
-            fresh.values[2] = self._counter(self.step, slot)
-            self._tables[key] = fresh.values
-        return Rng.view(self._tables[key])
+            first = Rng(self.seed, tensor_id(role.operand(operand)), 0, 0, device=device)
+            table = first.values.repeat(self.num_microbatches, 1)
+            table[:, 2] = self._counters(device)
+            self._tables[key] = table
+        return self._tables[key]
+
+    def rng(self, role: ModuleRole, operand: str, device) -> Rng:
+        """The key of one operand in the current microbatch."""
+        return Rng.view(self.table(role, operand, device)[0 if operand == WEIGHT else self.microbatch])
 
 
 class LinearRuntime(torch.nn.Module):
     """Owns the plan of one linear on each device it runs on, and what its casts read.
 
-    recipe, role: what the plan is resolved from. backend: force a gemm backend by name (tests).
+    recipe, role: what the plan is resolved from. backend: force a gemm backend by name (tests). save_input: see
+    `build_plan`. Raises `PlanError` for a plan that cannot run.
     """
 
-    def __init__(self, recipe: Recipe, role: ModuleRole, device, *, backend: str | None = None):
+    def __init__(
+        self, recipe: Recipe, role: ModuleRole, device, *, backend: str | None = None, save_input: str = PAYLOAD
+    ):
         super().__init__()
-        self.recipe, self.role, self.backend = recipe, role, backend
+        self.recipe, self.role, self.backend, self.save_input = recipe, role, backend, save_input
         self.step: int | None = None
         self.keys: RandomKeys | None = None
         self.weight_cache: WeightCache | None = None
         self._plans: dict[torch.device, GemmPlan] = {}
-        self._states: dict[str, tuple] = {}
+        self._forward_plan: GemmPlan | None = None  # of the last forward outside backward
         self._make_state(self.plan_for(torch.device(device)), device)
 
     def plan_for(self, device: torch.device) -> GemmPlan:
         """The plan on a device, built at its first use there. Raises `PlanError`."""
         if device not in self._plans:
-            resolved = self.recipe.resolve(self.role, step=self.step)
-            self._plans[device] = build_plan(resolved, self.role.name, device, backend=self.backend)
+            self._plans[device] = self._build(self.recipe, device)
         return self._plans[device]
+
+    def plans(self) -> list[GemmPlan]:
+        """Those built so far, one a device."""
+        return list(self._plans.values())
+
+    def _build(self, recipe: Recipe, device) -> GemmPlan:
+        resolved = recipe.resolve(self.role, step=self.step)
+        return build_plan(resolved, self.label, device, backend=self.backend, save_input=self.save_input)
+
+    @property
+    def label(self) -> str:
+        """The module's name, with the expert's number for one of a grouped module."""
+        return self.role.name if self.role.expert is None else f"{self.role.name}, expert {self.role.expert}"
+
+    def roles(self, output: QuantizerRole | None = None) -> tuple[QuantizerRole | None, ...]:
+        """Roles in the order of use: input, weight, output (the consumer's, None by default), grad_output."""
+        role = self.role.operand
+        return role(INPUT), role(WEIGHT), output, role(GRAD_OUTPUT)
+
+    # ---- delayed scaling
 
     def _make_state(self, plan: GemmPlan, device) -> None:
         """Buffers of every stateful (operand, direction); those there already keep their values."""
-        for operand in OPERANDS:
-            for direction in DIRECTIONS:
-                fmt = getattr(plan.quantizers[operand], direction)
-                prefix = f"{operand}_{direction}"
-                if not fmt.is_stateful:
-                    continue
-                fresh = DelayedState.new(fmt, device)
-                old = getattr(self, f"{prefix}_history", None)
-                if old is None or old.shape != fresh.history.shape:
-                    self.register_buffer(f"{prefix}_scale", fresh.scale)
-                    self.register_buffer(f"{prefix}_history", fresh.history)
+        for prefix, fmt in _stateful(plan):
+            fresh = DelayedState.new(fmt, device)
+            old = getattr(self, f"{prefix}_history", None)
+            if old is None or old.shape != fresh.history.shape:
+                self.register_buffer(f"{prefix}_scale", fresh.scale)
+                self.register_buffer(f"{prefix}_history", fresh.history)
 
     def states(self):
         """(format, `DelayedState`) of everything this module scales by history."""
-        plan = self.plan_for(next(self.buffers()).device) if self._buffers else None
-        for operand in OPERANDS if plan else ():
-            for direction in DIRECTIONS:
-                fmt = getattr(plan.quantizers[operand], direction)
-                if fmt.is_stateful:
-                    yield fmt, self._state(operand, direction)
+        if self._buffers:
+            for prefix, fmt in _stateful(self.plan_for(next(self.buffers()).device)):
+                yield fmt, self._state(prefix)
 
-    def _state(self, operand, direction, record=True) -> DelayedState | None:
-        scale = getattr(self, f"{operand}_{direction}_scale", None)
+    def _state(self, prefix: str, record=True) -> DelayedState | None:
+        scale = self._buffers.get(f"{prefix}_scale")
         if scale is None:
             return None
-        return DelayedState(scale, getattr(self, f"{operand}_{direction}_history") if record else None)
+        return DelayedState(scale, self._buffers[f"{prefix}_history"] if record else None)
+
+    # ---- changes of the plan
 
     def set_step(self, step: int | None) -> None:
         """Follow the recipe's step rules: re-plan when this step resolves differently."""
-        old = self.recipe.resolve(self.role, step=self.step)
-        self.step = step
-        if self.recipe.resolve(self.role, step=step) != old:
-            self.replan(self.recipe)
+        edges = self.recipe.change_steps()
+        old, self.step = self.step, step
+        if edges and (old is None or step is None or bisect_right(edges, old) != bisect_right(edges, step)):
+            if self.recipe.resolve(self.role, step=old) != self.recipe.resolve(self.role, step=step):
+                self.replan(self.recipe)
 
     def replan(self, recipe: Recipe) -> None:
         """Switch recipe: the new plan is built and checked before anything changes."""
-        plans = {
-            d: build_plan(recipe.resolve(self.role, step=self.step), self.role.name, d, backend=self.backend)
-            for d in self._plans
-        }
+        plans = {device: self._build(recipe, device) for device in self._plans}
         self.recipe, self._plans = recipe, plans
         for device, plan in plans.items():
             self._make_state(plan, device)
-        if self.weight_cache is not None:
-            self.weight_cache.invalidate()
-
-    def _load_from_state_dict(self, *args, **kwargs):
-        super()._load_from_state_dict(*args, **kwargs)
-        if self.weight_cache is not None:
-            self.weight_cache.invalidate()
+        self.invalidate()
 
     def check(self, recipe: Recipe) -> None:
         """Raise `PlanError` if this module could not follow `recipe`; changes nothing."""
         for device in self._plans:
-            build_plan(recipe.resolve(self.role, step=self.step), self.role.name, device, backend=self.backend)
+            self._build(recipe, device)
 
     def name_if_unnamed(self, name: str) -> None:
         if not self.role.name:
             self.role = replace(self.role, name=name)
             self.replan(self.recipe)
 
+    def make_keys(self) -> None:
+        """Create the random keys now, not at the first forward, which may be compiled and must not."""
+        for device, plan in self._plans.items():
+            if plan.uses_rng:
+                for operand in OPERANDS:
+                    self.keys.table(self.role, operand, device)
+
+    def invalidate(self) -> None:
+        """Drop the cached quantized weight."""
+        if self.weight_cache is not None:
+            self.weight_cache.invalidate()
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+        self.invalidate()
+
+    # ---- a call
+
     def call(self, device: torch.device, comm: Communication, *, training: bool) -> LinearCall:
-        """The arguments of one `hybrid_linear` call. Amaxes are recorded only in training with gradients on."""
+        """The arguments of one `hybrid_linear` call. Amaxes are recorded only in training with gradients on.
+
+        Raises `PlanError` for stochastic rounding without a controller, and for a recomputation whose forward ran
+        with another recipe.
+        """
         plan = self.plan_for(device)
+        self._check_recompute(plan)
         rng = state = None
         if plan.uses_rng:
             if self.keys is None:
                 raise PlanError(
-                    f"module {self.role.name or '(unnamed)'}: the recipe rounds stochastically; call "
+                    f"{plan.label}: the recipe rounds stochastically; call "
                     "`ctl = mh.prepare(model, recipe, seed=...)` and `ctl.begin_step(i)` first"
                 )
             rng = {op: self.keys.rng(self.role, op, device) for op in OPERANDS}
         if self._buffers:
             record = training and torch.is_grad_enabled()
-            state = {op: tuple(self._state(op, d, record) for d in DIRECTIONS) for op in OPERANDS}
+            state = {op: tuple(self._state(f"{op}_{d}", record) for d in DIRECTIONS) for op in OPERANDS}
         return LinearCall(plan, comm, rng, state, self.weight_cache)
+
+    def _check_recompute(self, plan: GemmPlan) -> None:
+        """A forward inside backward is activation recomputation: its plan must be the forward's.
+
+        Otherwise the recipe changed in between, and gradients would mix two recipes.
+        """
+        if torch.compiler.is_compiling():
+            return
+        if torch._C._current_graph_task_id() == -1:
+            self._forward_plan = plan
+        elif self._forward_plan is not None and plan != self._forward_plan:
+            raise PlanError(
+                f"{plan.label}: the recipe changed between a forward and its recomputation in backward; finish the "
+                "backward of a step before switching"
+            )
+
+
+def _stateful(plan: GemmPlan):
+    """(buffer prefix, format) of every operand and direction that is scaled by history."""
+    for operand in OPERANDS:
+        for direction in DIRECTIONS:
+            fmt = getattr(plan.quantizers[operand], direction)
+            if fmt.is_stateful:
+                yield f"{operand}_{direction}", fmt

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .backend import GEMMS, OPERANDS, DeviceKind, GemmBackend, GemmPair, pair_error
+from ..formats import nearest
+from .backend import DIMENSIONS, GEMMS, OPERANDS, Alignment, DeviceKind, GemmBackend, GemmPair, pair_error
 from .backends import EmulatedBackend, HighPrecisionBackend, ReferenceBackend
 from .scaled_mm import ScaledMmBackend
 
@@ -17,21 +18,30 @@ BACKENDS: tuple[GemmBackend, ...] = (
 def choose(pair: GemmPair, name: str | None = None) -> GemmBackend:
     """The first backend that can run the pair, or the one asked for by name.
 
-    Raises ``ValueError`` giving every backend's reason when there is none.
+    Raises ``ValueError`` for a pair that no backend may run, a name that does not exist (with the nearest one) and
+    a named backend that cannot run the pair, giving its reason.
     """
     if (error := pair_error(pair)) is not None:
         raise ValueError(error)
-    if name is not None:
-        for backend in BACKENDS:
-            if backend.name == name:
-                return backend
-        raise ValueError(f"unknown gemm backend {name!r}; there are {', '.join(b.name for b in BACKENDS)}")
-    reasons = []
-    for backend in BACKENDS:
-        if (reason := backend.reason(pair)) is None:
-            return backend
-        reasons.append(f"{backend.name}: {reason}")
-    raise ValueError("no backend can run it. " + "; ".join(reasons))
+    if name is None:
+        return next(backend for backend in BACKENDS if backend.reason(pair) is None)  # emulation runs every pair
+    named = {backend.name: backend for backend in BACKENDS}
+    if name not in named:
+        raise ValueError(f"unknown gemm backend {name!r}{nearest(name, named)}; there are {', '.join(named)}")
+    if (reason := named[name].reason(pair)) is not None:
+        raise ValueError(f"backend {name} cannot run it: {reason}")
+    return named[name]
 
 
-__all__ = ["BACKENDS", "GEMMS", "OPERANDS", "DeviceKind", "GemmBackend", "GemmPair", "choose", "pair_error"]
+__all__ = [
+    "BACKENDS",
+    "DIMENSIONS",
+    "GEMMS",
+    "OPERANDS",
+    "Alignment",
+    "DeviceKind",
+    "GemmBackend",
+    "GemmPair",
+    "choose",
+    "pair_error",
+]

@@ -1,21 +1,21 @@
-"""What a GEMM backend is, and the registry that chooses one.
+"""What a GEMM backend is: the question put to it, and what it answers.
 
 There is one canonical layout: ``out[rows_a, rows_b] = A @ B.T`` with both operands contraction-last. A rowwise
 payload of (M, K) is the operand (M, K); a columnwise payload of (M, K) is the operand (K, M).
 
-========  =================  =======================  ======================
-gemm      equation           operand A                operand B
-========  =================  =======================  ======================
-fprop     y = x @ w.T        input.rowwise            weight.rowwise
-dgrad     dx = dy @ w        grad_output.rowwise      weight.columnwise
-wgrad     dw = dy.T @ x      grad_output.columnwise   input.columnwise
-========  =================  =======================  ======================
+========  =================  =======================  ======================  ======  ======  ===========
+gemm      equation           operand A                operand B               rows_a  rows_b  contraction
+========  =================  =======================  ======================  ======  ======  ===========
+fprop     y = x @ w.T        input.rowwise            weight.rowwise          M       N       K
+dgrad     dx = dy @ w        grad_output.rowwise      weight.columnwise       M       K       N
+wgrad     dw = dy.T @ x      grad_output.columnwise   input.columnwise        N       K       M
+========  =================  =======================  ======================  ======  ======  ===========
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -28,6 +28,9 @@ _DIRECTIONS = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgr
 # gemm -> ((operand A, its direction), (operand B, its direction))
 OPERANDS = {gemm: tuple(zip(names, _DIRECTIONS[gemm])) for gemm, names in GEMMS.items()}
 
+# gemm -> the module's dimensions that are (rows_a, rows_b, contraction)
+DIMENSIONS = {"fprop": ("M", "N", "K"), "dgrad": ("M", "K", "N"), "wgrad": ("N", "K", "M")}
+
 
 @dataclass(frozen=True)
 class DeviceKind:
@@ -38,6 +41,9 @@ class DeviceKind:
 
     @classmethod
     def of(cls, device) -> DeviceKind:
+        """The kind of a torch device; a `DeviceKind` is one already."""
+        if isinstance(device, DeviceKind):
+            return device
         device = torch.device(device)
         if device.type == "cuda" and torch.cuda.is_available():
             return cls("cuda", torch.cuda.get_device_capability(device))
@@ -62,8 +68,16 @@ class GemmPair:
         return self.a.is_quantized or self.b.is_quantized
 
 
+class Alignment(NamedTuple):
+    """Multiples to which a backend pads a gemm's dimensions; the padding is zeros and is cut off the result."""
+
+    rows_a: int = 1
+    rows_b: int = 1
+    contraction: int = 1
+
+
 class GemmBackend(Protocol):
-    """name; native: True when it multiplies the codes themselves; `reason`; `run`."""
+    """One way to run gemms. name; native: True when it multiplies the codes themselves."""
 
     name: str
     native: bool
@@ -73,6 +87,12 @@ class GemmBackend(Protocol):
 
     def wants_transposed(self, pair: GemmPair) -> bool:
         """Whether column operands should be written (K, M), contraction contiguous."""
+
+    def alignment(self, pair: GemmPair) -> Alignment:
+        """What it pads this pair's dimensions to."""
+
+    def accumulation(self, pair: GemmPair) -> str:
+        """``fast`` or ``full``: what its sums keep when `pair.accumulate` is asked for."""
 
     def run(
         self, a: QuantizedStorage, b: QuantizedStorage, pair: GemmPair, out_dtype: torch.dtype,

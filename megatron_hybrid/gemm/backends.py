@@ -6,19 +6,34 @@ import torch
 
 from ..formats import Format
 from ..storage import QuantizedStorage
-from .backend import GemmPair, finish
+from .backend import Alignment, GemmPair, finish
 
 
-class HighPrecisionBackend:
+class _ExactSums:
+    """What the backends here share: FP32 sums or wider, any sizes, no codes multiplied."""
+
+    native = False
+
+    def reason(self, pair: GemmPair) -> str | None:
+        return None
+
+    def wants_transposed(self, pair: GemmPair) -> bool:
+        return False
+
+    def alignment(self, pair: GemmPair) -> Alignment:
+        return Alignment()
+
+    def accumulation(self, pair: GemmPair) -> str:
+        return "full"
+
+
+class HighPrecisionBackend(_ExactSums):
     """Both operands as they are: torch's own matmul in the tensors' dtype."""
 
     name, native = "high_precision", True
 
     def reason(self, pair: GemmPair) -> str | None:
         return "an operand is quantized" if pair.is_quantized else None
-
-    def wants_transposed(self, pair: GemmPair) -> bool:
-        return False
 
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
         x, w = a.operand(a.dtype), b.operand(b.dtype)
@@ -27,7 +42,7 @@ class HighPrecisionBackend:
         return finish(mm_fp32(x, w), out_dtype, accumulate_into)
 
 
-class EmulatedBackend:
+class EmulatedBackend(_ExactSums):
     """Decode both operands, multiply exactly what the native instruction would multiply.
 
     On CUDA the operands are decoded to bf16, in which codes times block scales are exact (E2M1 x E4M3 needs 6
@@ -35,10 +50,7 @@ class EmulatedBackend:
     contraction do not fit bf16: those operands are decoded to FP32. On the CPU everything is decoded to FP32.
     """
 
-    name, native = "emulated", False
-
-    def reason(self, pair: GemmPair) -> str | None:
-        return None if pair.is_quantized else "neither operand is quantized"
+    name = "emulated"
 
     def wants_transposed(self, pair: GemmPair) -> bool:
         return True
@@ -55,16 +67,10 @@ class EmulatedBackend:
         return finish(out, out_dtype, accumulate_into)
 
 
-class ReferenceBackend:
-    """FP32 decode, float64 product, one rounding. Slow; chosen only by asking for it (tests)."""
+class ReferenceBackend(_ExactSums):
+    """FP32 decode, float64 product, one rounding. Slow; last in the order, so only asking for it gets it (tests)."""
 
-    name, native = "reference", False
-
-    def reason(self, pair: GemmPair) -> str | None:
-        return "chosen only by name"
-
-    def wants_transposed(self, pair: GemmPair) -> bool:
-        return False
+    name = "reference"
 
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
         out = a.operand(torch.float32).double() @ b.operand(torch.float32).double().T

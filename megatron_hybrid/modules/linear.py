@@ -6,35 +6,43 @@ import math
 
 import torch
 
+from ..consumer import Output, cast_input
 from ..linear import LOCAL, hybrid_linear
-from ..plan import GemmPlan
-from ..recipe import Recipe
-from ..roles import ModuleRole
+from ..plan import INPUT, PAYLOAD, GemmPlan
+from ..recipe_callable import as_recipe
+from ..roles import LINEAR, ModuleRole, QuantizerRole
 from ..runtime import LinearRuntime
+
+
+def part_name(module: str, part: str) -> str:
+    """Full name of a part; unnamed modules leave their parts unnamed too, so that `prepare` names them by path."""
+    return f"{module}.{part}" if module else ""
 
 
 class HybridLinear(torch.nn.Module):
     """`y = x @ weight.T + bias`, each GEMM in the formats the recipe gives it.
 
     in_features, out_features, bias, device, dtype: as `torch.nn.Linear`. recipe: a `Recipe`, a shipped recipe's
-    name or a path. name: the module's full name, which the recipe's rules match. layer, num_layers: the global
-    1-based layer number and count, for rules on layers. backend: force a gemm backend by name (tests).
+    name, a path, or a function `role -> HybridQuantizer`. name: the module's full name, which the recipe's rules
+    match. layer, num_layers: the global 1-based layer number and count, for rules on layers. output_role: the role
+    of what reads y, see consumer.py. save_input: ``payload`` or ``original``, see `build_plan`. backend: force a
+    gemm backend by name (tests).
 
     Raises `PlanError` (a ValueError) at construction for a combination no backend can run.
     """
 
     def __init__(
         self, in_features, out_features, bias=True, *, recipe="bf16", name="", layer=None, num_layers=None,
-        backend=None, device=None, dtype=None,
+        output_role=None, save_input=PAYLOAD, backend=None, device=None, dtype=None,
     ):  # fmt: skip
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
-        recipe = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+        self.output = Output(output_role)
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
-        role = ModuleRole("linear", name, layer=layer, num_layers=num_layers)
-        self.hq = LinearRuntime(recipe, role, self.weight.device, backend=backend)
+        role = ModuleRole(LINEAR, name, layer=layer, num_layers=num_layers)
+        self.hq = LinearRuntime(as_recipe(recipe), role, self.weight.device, backend=backend, save_input=save_input)
 
     def reset_parameters(self) -> None:
         """`torch.nn.Linear`'s initialisation."""
@@ -47,9 +55,22 @@ class HybridLinear(torch.nn.Module):
     def plan(self) -> GemmPlan:
         return self.hq.plan_for(self.weight.device)
 
+    def roles(self) -> tuple[QuantizerRole | None, ...]:
+        """input, weight, output (the consumer's; None by default), grad_output."""
+        return self.hq.roles(self.output.role)
+
+    @property
+    def input_role(self) -> QuantizerRole:
+        return self.hq.role.operand(INPUT)
+
+    def cast_input(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., K) cast as this module's input, for a producer; `forward` takes the result without a cast."""
+        return cast_input(x, self.hq, self.weight, training=self.training)
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., K), plain or a `HybridTensor` in the plan's formats -> (..., N)."""
         call = self.hq.call(self.weight.device, LOCAL, training=self.training)
-        return hybrid_linear(x, self.weight, self.bias, call)
+        return self.output(hybrid_linear(x, self.weight, self.bias, call))
 
     def extra_repr(self) -> str:
         gemm = ", ".join(f"{g}={s.pair.a} x {s.pair.b}" for g, s in self.plan.steps().items())

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from ..consumer import Output
+from ..formats import nearest
+
 NORMS = ("LayerNorm", "RMSNorm")
 
 
@@ -12,18 +15,22 @@ class Norm(torch.nn.Module):
     """`LayerNorm` or `RMSNorm` over the last dimension.
 
     normalization: one of `NORMS`. zero_centered_gamma: the stored weight is gamma - 1. sequence_parallel: marks
-    the parameters so that Megatron sums their gradients over the tensor-parallel ranks.
+    the parameters so that Megatron sums their gradients over the tensor-parallel ranks. output_role: the role of
+    what reads the result, see consumer.py. Raises ``ValueError`` for an unknown normalization.
     """
 
     def __init__(
         self, hidden_size, *, normalization="LayerNorm", eps=1e-5, zero_centered_gamma=False,
-        sequence_parallel=False, device=None, dtype=None,
+        sequence_parallel=False, output_role=None, device=None, dtype=None,
     ):  # fmt: skip
         super().__init__()
         if normalization not in NORMS:
-            raise ValueError(f"unknown normalization {normalization!r}; valid: {', '.join(NORMS)}")
+            raise ValueError(
+                f"unknown normalization {normalization!r}{nearest(str(normalization), NORMS)} Valid: {', '.join(NORMS)}"
+            )
         self.normalization, self.eps, self.zero_centered_gamma = normalization, eps, zero_centered_gamma
         self.hidden_size = hidden_size
+        self.output = Output(output_role)
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
         self.bias = None
         if normalization == "LayerNorm":
@@ -39,9 +46,10 @@ class Norm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         gamma = self.weight + 1 if self.zero_centered_gamma else self.weight
+        shape, gamma = (self.hidden_size,), gamma.to(x.dtype)
         if self.bias is None:
-            return F.rms_norm(x, (self.hidden_size,), gamma.to(x.dtype), self.eps)
-        return F.layer_norm(x, (self.hidden_size,), gamma.to(x.dtype), self.bias.to(x.dtype), self.eps)
+            return self.output(F.rms_norm(x, shape, gamma, self.eps))
+        return self.output(F.layer_norm(x, shape, gamma, self.bias.to(x.dtype), self.eps))
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.normalization}, eps={self.eps}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..consumer import Output
 from .linear import HybridLinear
 from .norm import Norm
 
@@ -25,6 +26,14 @@ class HybridLayerNormLinear(torch.nn.Module):
             device=device, dtype=dtype,
         )  # fmt: skip
         self.linear = HybridLinear(in_features, out_features, bias, device=device, dtype=dtype, **linear)
+
+    @property
+    def output(self) -> Output:
+        return self.linear.output
+
+    def roles(self):
+        """Those of its linear."""
+        return self.linear.roles()
 
     def forward(self, x: torch.Tensor):
         normed = self.norm(x)

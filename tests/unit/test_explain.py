@@ -34,6 +34,11 @@ def test_explain_has_a_row_for_every_module_and_gemm():
         ("fp8_current_e4m3", "fp8_current_e5m2", "scaled_mm"),
         ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "scaled_mm"),
         ("fp8_current_e5m2", "fp8_current_e5m2", "emulated"),
+        ("fp8_block_e4m3", "fp8_block_e4m3:2d", "scaled_mm"),
+        ("fp8_block_e5m2", "fp8_block_e4m3", "scaled_mm"),
+        ("fp8_block_e4m3:2d", "fp8_block_e4m3:2d", "emulated"),
+        ("fp8_block_e4m3:2d", "fp8_block_e4m3", "emulated"),
+        ("fp8_block_e4m3", "fp8_rowwise_e4m3", "emulated"),
         ("mxfp8_e4m3", "mxfp8_e4m3", "emulated"),
         ("nvfp4:2d", "nvfp4:row_scaled", "emulated"),
         ("mxfp8_e4m3", "fp8_current_e4m3", "emulated"),
@@ -44,14 +49,23 @@ def test_choice_on_hopper(a, b, backend):
     assert choose(GemmPair("fprop", parse_format(a), parse_format(b), SM90)).name == backend
 
 
-def test_every_backend_gives_a_reason_or_none():
-    for a in ("high_precision", "mxfp8_e4m3", "fp8_current_e4m3"):
-        pair = GemmPair("fprop", parse_format(a), parse_format(a), DeviceKind("cpu"))
-        assert sum(b.reason(pair) is None for b in BACKENDS) == 1
+def test_backends_says_what_is_chosen_and_why_the_others_are_not():
+    table = mh.backends().records()
+    for operands in {r["operands"] for r in table}:
+        rows = [r for r in table if r["operands"] == operands]
+        assert [r["backend"] for r in rows] == [b.name for b in BACKENDS]
+        assert [r["verdict"] for r in rows].count("chosen") == 1
+        assert all((r["verdict"] == "-") == bool(r["reason"]) for r in rows)
     assert "needs a CUDA device" in str(mh.backends())
+    hopper = {(r["operands"], r["backend"]): r for r in mh.backends(SM90).records()}
+    assert hopper["fp8_block_e4m3 x fp8_block_e4m3:2d", "scaled_mm"]["verdict"] == "chosen"
+    assert "takes FP8 operands" in hopper["fp8_block_e4m3:2d x fp8_block_e4m3:2d", "scaled_mm"]["reason"]
 
 
-def test_unknown_backend_is_named():
+def test_a_backend_by_name_must_exist_and_be_able():
     pair = GemmPair("fprop", parse_format("nvfp4"), parse_format("nvfp4"), SM90)
-    with pytest.raises(ValueError, match="unknown gemm backend 'magic'; there are"):
-        choose(pair, "magic")
+    with pytest.raises(ValueError, match="unknown gemm backend 'emulate'; did you mean 'emulated'"):
+        choose(pair, "emulate")
+    with pytest.raises(ValueError, match="backend scaled_mm cannot run it: takes FP8 operands"):
+        choose(pair, "scaled_mm")
+    assert choose(pair, "reference").name == "reference"

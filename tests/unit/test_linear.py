@@ -88,9 +88,9 @@ def test_p21_hadamard_on_one_operand_is_refused_and_names_the_place():
 def test_p22_a_missing_direction_is_named():
     layer = mh.HybridLinear(32, 16, recipe="mxfp8", name="fc")
     row, _ = layer.plan.quantize("input", torch.randn(4, 32), rowwise=True)
-    with pytest.raises(ValueError, match="wgrad needs grad_output.columnwise, found nothing"):
+    with pytest.raises(ValueError, match="module fc, wgrad: needs grad_output.columnwise, found nothing"):
         layer.plan.run("wgrad", None, row, torch.float32)
-    with pytest.raises(ValueError, match="fprop needs weight.rowwise, found nothing"):
+    with pytest.raises(ValueError, match="module fc, fprop: needs weight.rowwise, found nothing"):
         layer.plan.run("fprop", row, None, torch.float32)
 
 
@@ -111,7 +111,8 @@ def test_p25_what_is_saved_is_exactly_what_the_plan_lists(fmt):
     plan = layer.plan
     expected = [plan.quantize(op, t.detach(), columnwise=True)[1] for op, t in (("input", x), ("weight", layer.weight))]
     assert sum(t.numel() * t.element_size() for t in saved) == sum(s.nbytes for s in expected)
-    assert plan.saved == {"input": "columnwise", "weight": "columnwise"}
+    kept = "original" if fmt == "high_precision" else "columnwise"
+    assert plan.saved == {"input": kept, "weight": kept}
 
 
 def test_p34_a_dequantized_column_keeps_the_row_payload():
@@ -195,10 +196,15 @@ def test_c55_frozen_operands_do_no_needless_work(frozen):
     assert max(saved) == operand.numel()
 
 
-def test_no_grad_keeps_and_quantizes_nothing_columnwise():
+def test_c55_no_grad_keeps_and_quantizes_nothing_columnwise(monkeypatch):
+    import megatron_hybrid.quantizer as quantizer
+
+    directions, original = [], quantizer.cast
+    monkeypatch.setattr(quantizer, "cast", lambda x, f, d, **k: (directions.append(d), original(x, f, d, **k))[1])
     layer = mh.HybridLinear(96, 40, False, recipe="mxfp8", dtype=torch.bfloat16)
     with torch.no_grad():
         assert not layer(tensors()[0]).requires_grad
+    assert directions == ["rowwise", "rowwise"]
 
 
 def test_activation_checkpointing_gives_the_same_gradients():
