@@ -59,11 +59,13 @@ class Rng:
 
     seed, tensor_id: 32 bits each; step, microbatch: counters (`num_microbatches` a step).
     index_map: (row offset, column offset, global K) of this shard in the global (M, K), or an int64 (M,)
-    tensor of source row ids; None: the tensor is whole.
+    tensor of source row ids; None: the tensor is whole. A global K of 0 is the K of the tensor that is cast.
     """
 
+    own_columns = True  # the global K may be 0; a host-side hint that saves three small operations a cast
+
     def __init__(self, seed, tensor_id, step, microbatch, index_map=None, *, num_microbatches=1, device="cpu"):
-        row, col, global_k, self.row_ids = 0, 0, 0, None  # global K 0: the tensor's own K
+        row, col, global_k, self.row_ids = 0, 0, 0, None
         if isinstance(index_map, torch.Tensor):
             self.row_ids = index_map.to(device=device, dtype=torch.int64)
         elif index_map is not None:
@@ -71,6 +73,14 @@ class Rng:
         counter = (step * num_microbatches + microbatch) & 0xFFFFFFFF
         words = [seed & 0xFFFFFFFF, tensor_id & 0xFFFFFFFF, counter, row, col, global_k]
         self.values = torch.tensor(words, dtype=torch.int64, device=device)
+        self.own_columns = not global_k
+
+    def words(self, K: int) -> torch.Tensor:
+        """int64 (6,): what a kernel reads for a tensor of K columns: `values` with the global K filled in."""
+        if not self.own_columns:
+            return self.values
+        last = self.values[5:]
+        return torch.cat((self.values[:5], last.masked_fill(last == 0, K)))
 
     @classmethod
     def view(cls, values: torch.Tensor, row_ids: torch.Tensor | None = None) -> Rng:

@@ -186,8 +186,8 @@ def cast_into(out: QuantizedStorage, x, *, amax=None, state=None, rng=None, noop
     qdata, scale = out.qdata.contiguous(), out.scale.contiguous()  # pieces are strided: written through a copy
     kernels.quantize(
         x, fmt, direction, qdata=qdata, scale=scale, amax=outer, transposed=out.transposed,
-        fixed_scale=fmt.is_stateful, rng=None if rng is None else rng.values,
-        row_ids=None if rng is None else rng.row_ids, noop=noop,
+        fixed_scale=fmt.is_stateful, rng=rng.words(x.shape[1]) if fmt.sr else None,
+        row_ids=rng.row_ids if fmt.sr else None, noop=noop,
     )  # fmt: skip
     for buffer, written in ((out.qdata, qdata), (out.scale, scale)):
         if written is not buffer:
