@@ -77,7 +77,7 @@ class Controller:
     def invalidate(self) -> None:
         """Drop cached quantized weights: call it after writing to a weight inside a step."""
         for runtime in self.runtimes:
-            runtime.weight_cache.invalidate()
+            runtime.invalidate()
 
     def switch(self, recipe) -> None:
         """Change the recipe from the next forward on. Every module is planned and checked before any is changed.

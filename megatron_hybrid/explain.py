@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from dataclasses import dataclass, field
 
 from .formats import parse_format
@@ -99,3 +101,13 @@ def backends(device="cpu") -> Table:
             usable = usable or not reason
             rows.append((f"{a} x {b}", backend.name, "native" if backend.native else "emulated", verdict, reason or ""))
     return Table(("operands", "backend", "runs", "verdict", "reason"), tuple(rows), (f"device: {kind}",))
+
+
+class _CallableModule(types.ModuleType):
+    """Importing this module makes it the package's attribute `explain`; `mh.explain(model)` must work then too."""
+
+    def __call__(self, model) -> Table:
+        return explain(model)
+
+
+sys.modules[__name__].__class__ = _CallableModule

@@ -55,18 +55,22 @@ class WeightCache:
         return WeightCache, ()  # a copied or pickled module starts with an empty cache
 
     def invalidate(self) -> None:
-        self._key, self._held = None, [None, None]
+        self._key, self._held, self._recorded = None, [None, None], [False, False]
 
-    def get(self, weight, cast, wanted: tuple[bool, bool]):
-        """(rowwise, columnwise) payloads; `cast(weight, rowwise=, columnwise=)` makes those not held yet."""
+    def get(self, weight, cast, wanted: tuple[bool, bool], *, record: bool = False):
+        """(rowwise, columnwise) payloads; `cast(weight, rowwise=, columnwise=)` makes those not held yet.
+
+        record: the cast records amaxes. A payload made without (in evaluation, under `no_grad`) is made again then.
+        """
         key = (weight.data_ptr(), weight._version, weight.device)
         if key != self._key:
             self.invalidate()
             self._key = key
-        missing = [w and h is None for w, h in zip(wanted, self._held)]
+        missing = [w and (h is None or (record and not r)) for w, h, r in zip(wanted, self._held, self._recorded)]
         if any(missing):
             new = cast(weight, rowwise=missing[0], columnwise=missing[1])
             self._held = [n if m else h for n, m, h in zip(new, missing, self._held)]
+            self._recorded = [record if m else r for m, r in zip(missing, self._recorded)]
         return tuple(h if w else None for h, w in zip(self._held, wanted))
 
 
@@ -96,7 +100,8 @@ class LinearCall:
             return self.plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **self.keys(operand))
 
         if operand == WEIGHT and self.weight_cache is not None and not torch.compiler.is_compiling():
-            return self.weight_cache.get(x, cast, (rowwise, columnwise))
+            record = any(s is not None and s.history is not None for s in (self.state or {}).get(WEIGHT, ()))
+            return self.weight_cache.get(x, cast, (rowwise, columnwise), record=record)
         return cast(x, rowwise=rowwise, columnwise=columnwise)
 
     def columnwise(self, operand, kept):

@@ -62,7 +62,7 @@ def test_p27_the_weight_cache_saves_casts_and_changes_no_bit(defaults, monkeypat
         ctl = mh.prepare(net, seed=7, num_microbatches=2)
         if not cached:
             for r in ctl.runtimes:
-                r.weight_cache.get = lambda w, make, wanted: make(w, rowwise=wanted[0], columnwise=wanted[1])
+                r.weight_cache = None
         counted.clear()
         results[cached] = train(net, ctl, 3), [p.clone() for p in net.parameters()], counted.count((64, 48))
     assert results[True][0] == results[False][0]
@@ -157,14 +157,32 @@ def test_p38_resume_is_bitwise(defaults, tmp_path):
     assert train(second, mh.prepare(second, seed=3, num_microbatches=2), 3, start=4) == losses[6:]
 
 
+@pytest.mark.parametrize("defaults", [SR, DELAYED], ids=["sr", "delayed"])
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_p36_recompute_draws_the_same_random_bits(reentrant):
-    grads = []
+def test_p36_recompute_draws_the_same_random_bits_and_records_the_same_amaxes(reentrant, defaults):
+    ends = []
     for wrap in (lambda f, x: f(x), lambda f, x: checkpoint(f, x, use_reentrant=reentrant)):
-        net = model(recipe(SR))
-        train(net, mh.prepare(net, seed=2, num_microbatches=2), 2, wrap=wrap)
-        grads.append([p.clone() for p in net.parameters()])
-    assert all(torch.equal(a, b) for a, b in zip(*grads))
+        net = model(recipe(defaults))
+        train(net, mh.prepare(net, seed=2, num_microbatches=2), 3, wrap=wrap)
+        ends.append([t.clone() for t in net.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*ends))
+
+
+def test_c36_an_evaluation_inside_the_window_does_not_keep_the_weight_from_being_recorded():
+    ends = []
+    for evaluate in (False, True):
+        net = model(recipe(DELAYED))
+        ctl = mh.prepare(net)
+        ctl.begin_step(1)
+        if evaluate:
+            before = net[0].hq.weight_rowwise_history.clone()
+            net.eval()(batches(1)[0])
+            assert torch.equal(net[0].hq.weight_rowwise_history, before)
+            net.train()
+        net(batches(1)[0]).sum().backward()
+        ctl.end_step()
+        ends.append(net.state_dict())
+    assert all(torch.equal(ends[0][k], ends[1][k]) for k in ends[0])
 
 
 def test_stochastic_rounding_needs_a_controller_and_says_so():

@@ -49,6 +49,22 @@ def test_choice_on_hopper(a, b, backend):
     assert choose(GemmPair("fprop", parse_format(a), parse_format(b), SM90)).name == backend
 
 
+def test_explain_is_a_function_whoever_imported_the_module_of_that_name():
+    import megatron_hybrid.explain  # noqa: F401  makes the module an attribute of the package
+
+    model = mh.HybridLinear(32, 32, name="a")
+    assert mh.explain(model).rows == mh.explain(model).rows
+
+
+def test_explain_shows_every_expert_and_what_is_kept():
+    rules = [{"match": {"experts": "5:"}, "use": "nvfp4"}]
+    recipe = mh.Recipe.from_dict({"version": 1, "name": "t", "defaults": "mxfp8_e4m3", "rules": rules})
+    table = mh.explain(mh.HybridGroupedLinear(2, 32, 32, recipe=recipe, name="experts", first_expert=4)).records()
+    assert [r["module"] for r in table] == 3 * ["experts, expert 4"] + 3 * ["experts, expert 5"]
+    assert [r["operand B"].split()[1] for r in table] == 3 * ["mxfp8_e4m3"] + 3 * ["nvfp4"]
+    assert [r["kept for backward"] for r in table[:3]] == ["-", "weight columnwise", "input columnwise"]
+
+
 def test_backends_says_what_is_chosen_and_why_the_others_are_not():
     table = mh.backends().records()
     for operands in {r["operands"] for r in table}:

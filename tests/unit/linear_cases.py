@@ -1,0 +1,70 @@
+"""What tests of linears share: formats, recipes, inputs, and counters of saved bytes and casts."""
+
+import contextlib
+
+import torch
+
+import megatron_hybrid as mh
+
+STATELESS = [
+    "high_precision", "fp8_current_e4m3", "fp8_current_e5m2", "fp8_current_e4m3:pow2", "fp8_rowwise_e4m3",
+    "fp8_rowwise_e5m2", "fp8_block_e4m3", "fp8_block_e5m2", "fp8_block_e4m3:2d", "fp8_block_e4m3:no_pow2", "mxfp8_e4m3",
+    "mxfp8_e5m2", "mxfp8_e4m3:2d", "nvfp4", "nvfp4:2d", "nvfp4:row_scaled", "nvfp4:rht", "nvfp4:row_scaled,rht",
+]  # fmt: skip
+STOCHASTIC, DELAYED = "nvfp4:sr", "fp8_delayed_e4m3:history=3"
+EVERY = [*STATELESS, STOCHASTIC, DELAYED]
+
+
+def recipe(fprop="high_precision", dgrad="high_precision", wgrad="high_precision", *, rules=(), top=None, **defaults):
+    defaults = {"fprop": fprop, "dgrad": dgrad, "wgrad": wgrad, **defaults}
+    return mh.Recipe.from_dict({"version": 1, "name": "t", "defaults": defaults, "rules": list(rules), **(top or {})})
+
+
+def randn(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@contextlib.contextmanager
+def saved_tensors():
+    """The tensors that autograd keeps inside the block, in order."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        yield kept
+
+
+def nbytes(tensors) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+@contextlib.contextmanager
+def counted_casts():
+    """(shape, direction) of every cast to a quantized format inside the block, in order."""
+    import megatron_hybrid.storage as storage
+
+    seen, original = [], storage.cast_into
+
+    def spy(out, x, **kwargs):
+        if out.format.is_quantized:
+            seen.append((tuple(x.shape), out.direction))
+        return original(out, x, **kwargs)
+
+    storage.cast_into = spy
+    try:
+        yield seen
+    finally:
+        storage.cast_into = original
+
+
+def gradients(module, x, dy, *args):
+    """y, dx and the gradients of all parameters, of one forward and backward."""
+    module.zero_grad()
+    x = x.detach().clone().requires_grad_()
+    y = module(x, *args)
+    y.backward(dy)
+    return [y.detach(), x.grad, *(p.grad for p in module.parameters())]
+
+
+def assert_same(got, want):
+    assert len(got) == len(want)
+    for i, (g, w) in enumerate(zip(got, want)):
+        assert g.shape == w.shape and torch.equal(g, w), f"tensor {i} differs"
