@@ -30,14 +30,15 @@ class Controller:
     """Made by `prepare`. Methods are cheap: they do nothing on the device for recipes that need nothing.
 
     runtimes: of the model's quantized linears. others: roles of modules that a recipe may name and leaves alone.
+    replica, num_replicas: see `RandomKeys`.
     """
 
     def __init__(
         self, runtimes: list[LinearRuntime], recipe: Recipe | None, seed: int, num_microbatches: int,
-        others: tuple[ModuleRole, ...] = (),
+        others: tuple[ModuleRole, ...] = (), replica: int = 0, num_replicas: int = 1,
     ):  # fmt: skip
         self.runtimes, self.others = runtimes, others
-        self.keys = RandomKeys(seed, num_microbatches)
+        self.keys = RandomKeys(seed, num_microbatches, replica, num_replicas)
         for runtime in runtimes:
             runtime.keys = self.keys
             runtime.weight_cache = WeightCache()

@@ -27,10 +27,15 @@ class RandomKeys:
     One table a module, operand and device. A forward keeps the row of its microbatch, so that its backward draws
     with the same counter whatever runs in between. The weight always uses the first microbatch's counter: it is one
     tensor a step.
+
+    num_microbatches: of this rank. replica, num_replicas: which data-parallel rank this is, of how many. Microbatch j
+    of a replica counts as j * num_replicas + replica, so that replicas draw differently, and as one rank would that
+    ran all of their microbatches.
     """
 
-    def __init__(self, seed: int, num_microbatches: int):
+    def __init__(self, seed: int, num_microbatches: int, replica: int = 0, num_replicas: int = 1):
         self.seed, self.num_microbatches = seed, num_microbatches
+        self.replica, self.num_replicas = replica, num_replicas
         self.step = self.microbatch = 0
         self._tables: dict[tuple, torch.Tensor] = {}
 
@@ -44,26 +49,28 @@ class RandomKeys:
         self.microbatch, self.num_microbatches = microbatch, total
         if step != self.step:
             self.step = step
-            for table in self._tables.values():
-                table[:, 2] = self._counters(table.device)
+            for (_, operand, *_), table in self._tables.items():
+                table[:, 2] = self._counters(operand, table.device)
 
-    def _counters(self, device) -> torch.Tensor:
-        first = (self.step * self.num_microbatches) & 0xFFFFFFFF
-        return (torch.arange(self.num_microbatches, device=device) + first) & 0xFFFFFFFF
+    def _counters(self, operand: str, device) -> torch.Tensor:
+        replica = 0 if operand == WEIGHT else self.replica
+        first = (self.step * self.num_microbatches * self.num_replicas + replica) & 0xFFFFFFFF
+        return (torch.arange(self.num_microbatches, device=device) * self.num_replicas + first) & 0xFFFFFFFF
 
-    def table(self, role: ModuleRole, operand: str, device) -> torch.Tensor:
+    def table(self, role: ModuleRole, operand: str, device, index_map=None) -> torch.Tensor:
         """int64 (num_microbatches, 6); all experts of a module share it. Made at its first use."""
-        key = (role.name, operand, str(device))
+        key = (role.name, operand, str(device), index_map)
         if key not in self._tables:
-            first = Rng(self.seed, tensor_id(role.operand(operand)), 0, 0, device=device)
+            first = Rng(self.seed, tensor_id(role.operand(operand)), 0, 0, index_map, device=device)
             table = first.values.repeat(self.num_microbatches, 1)
-            table[:, 2] = self._counters(device)
+            table[:, 2] = self._counters(operand, device)
             self._tables[key] = table
         return self._tables[key]
 
-    def rng(self, role: ModuleRole, operand: str, device) -> Rng:
-        """The key of one operand in the current microbatch."""
-        return Rng.view(self.table(role, operand, device)[0 if operand == WEIGHT else self.microbatch])
+    def rng(self, role: ModuleRole, operand: str, device, index_map=None) -> Rng:
+        """The key of one operand in the current microbatch. index_map: (row offset, column offset, global K)."""
+        row = 0 if operand == WEIGHT else self.microbatch
+        return Rng.view(self.table(role, operand, device, index_map)[row], own_columns=index_map is None)
 
 
 class LinearRuntime(torch.nn.Module):
@@ -81,9 +88,11 @@ class LinearRuntime(torch.nn.Module):
         self.step: int | None = None
         self.keys: RandomKeys | None = None
         self.weight_cache: WeightCache | None = None
+        self.index_maps: dict[str, tuple[int, int, int]] = {}  # operand -> where a shard lies in the whole, see `Rng`
         self._plans: dict[torch.device, GemmPlan] = {}
         self._forward_plan: GemmPlan | None = None  # of the last forward outside backward
         self._make_state(self.plan_for(torch.device(device)), device)
+        self._make_later_states(device)
 
     def plan_for(self, device: torch.device) -> GemmPlan:
         """The plan on a device, built at its first use there. Raises `PlanError`."""
@@ -119,6 +128,22 @@ class LinearRuntime(torch.nn.Module):
             if old is None or old.shape != fresh.history.shape:
                 self.register_buffer(f"{prefix}_scale", fresh.scale)
                 self.register_buffer(f"{prefix}_history", fresh.history)
+
+    def _make_later_states(self, device) -> None:
+        """The buffers of what step rules bring later too: a checkpoint then loads them whichever step it is of."""
+        for step in self.recipe.change_steps():
+            plan = build_plan(self.recipe.resolve(self.role, step=step), self.label, device, backend=self.backend)
+            if not all(f"{prefix}_scale" in self._buffers for prefix, _ in _stateful(plan)):
+                self._make_state(plan, device)
+
+    def _apply(self, fn, recurse=True):
+        """Moves to another device; stays FP32 where the model changes its dtype."""
+        kept = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in self._buffers.items():
+            if buffer.dtype != torch.float32:
+                self._buffers[name] = kept[name].to(buffer.device)
+        return self
 
     def states(self):
         """(format, `DelayedState`) of everything this module scales by history."""
@@ -165,7 +190,7 @@ class LinearRuntime(torch.nn.Module):
         for device, plan in self._plans.items():
             if plan.uses_rng:
                 for operand in OPERANDS:
-                    self.keys.table(self.role, operand, device)
+                    self.keys.table(self.role, operand, device, self.index_maps.get(operand))
 
     def invalidate(self) -> None:
         """Drop the cached quantized weight."""
@@ -193,7 +218,7 @@ class LinearRuntime(torch.nn.Module):
                     f"{plan.label}: the recipe rounds stochastically; call "
                     "`ctl = mh.prepare(model, recipe, seed=...)` and `ctl.begin_step(i)` first"
                 )
-            rng = {op: self.keys.rng(self.role, op, device) for op in OPERANDS}
+            rng = {op: self.keys.rng(self.role, op, device, self.index_maps.get(op)) for op in OPERANDS}
         if self._buffers:
             record = training and torch.is_grad_enabled()
             state = {op: tuple(self._state(f"{op}_{d}", record) for d in DIRECTIONS) for op in OPERANDS}

@@ -83,8 +83,8 @@ class Rng:
         return torch.cat((self.values[:5], last.masked_fill(last == 0, K)))
 
     @classmethod
-    def view(cls, values: torch.Tensor, row_ids: torch.Tensor | None = None) -> Rng:
-        """An `Rng` over key words that live in device memory already."""
+    def view(cls, values: torch.Tensor, row_ids: torch.Tensor | None = None, *, own_columns: bool = True) -> Rng:
+        """An `Rng` over key words that live in device memory already. own_columns: their global K may be 0."""
         self = cls.__new__(cls)
-        self.values, self.row_ids = values, row_ids
+        self.values, self.row_ids, self.own_columns = values, row_ids, own_columns
         return self
