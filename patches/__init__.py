@@ -1,12 +1,13 @@
 """Changes to packages that we build on: each declared, versioned, reversible. README.md has the table.
 
 Importing this changes nothing. :func:`apply_all` mends Megatron's faults in an installation without
-Transformer Engine and Apex; ``cpu_device.install()`` is separate, and only for machines without a GPU.
+Transformer Engine and Apex, and adds the hooks that it lacks; ``cpu_device.install()`` is separate, and only for
+machines without a GPU.
 """
 
 from __future__ import annotations
 
-from . import compile_helpers, fused_adam, load_fp32, multi_tensor
+from . import compile_helpers, fused_adam, load_fp32, multi_tensor, training_steps
 from .framework import Change, Patch, PatchError, Status
 from .quiet import quiet_missing_te_warnings
 
@@ -24,7 +25,7 @@ __all__ = [
 
 # In the order of application.
 PATCHES: dict[str, Patch] = {
-    patch.name: patch for patch in (compile_helpers.PATCH, fused_adam.PATCH, load_fp32.PATCH, multi_tensor.PATCH)
+    module.PATCH.name: module.PATCH for module in (compile_helpers, fused_adam, load_fp32, multi_tensor, training_steps)
 }
 
 

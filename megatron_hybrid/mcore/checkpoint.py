@@ -26,7 +26,7 @@ def record(args, recipe: Recipe) -> None:
 
 def record_in_run(recipe: Recipe) -> None:
     """`record` and `check_resume` for scripts that only name a spec; nothing is left to do for ours."""
-    args = _run_args()
+    args = run_args()
     if args is None or getattr(args, RECORD, None) is not None:
         return
     for line in check_resume(args, recipe):
@@ -74,7 +74,7 @@ def _describe(name: str, fingerprint: str) -> str:
     return f"recipe {name} ({fingerprint[:_SHORT]})"
 
 
-def _run_args():
+def run_args():
     """Megatron's arguments, or None where a model is built without its training loop."""
     from megatron.training import get_args
 

@@ -12,8 +12,9 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from ..distributed.tp import ColumnParallel, SequenceParallel
 from ..linear import LOCAL, WeightCache, hybrid_linear
-from ..plan import GemmPlan, PlanError
+from ..plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan, PlanError
 from ..runtime import LinearRuntime
+from . import state
 from .modules import linear_role
 from .recipe_hook import carried
 
@@ -40,6 +41,11 @@ class HybridParallelLinear:
         device = compute_device() if self.weight is None else self.weight.device
         self.hq = LinearRuntime(recipe, role, device)
         self.hq.weight_cache = WeightCache()
+        self.hq.index_maps = self.index_maps()
+
+    def index_maps(self) -> dict[str, tuple[int, int, int]]:
+        """Where this rank's shards lie in the whole tensors, as (row offset, column offset, global K)."""
+        raise NotImplementedError
 
     @property
     def plan(self) -> GemmPlan | None:
@@ -68,6 +74,10 @@ class HybridParallelLinear:
         hq = self._modules.get("hq")
         if hq is not None:
             hq.weight_cache.invalidate()
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        tensors = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state.sharded(self, tensors, prefix, sharded_offsets, metadata)
 
     def _forward_impl(
         self, input, weight, *, bias=None, allreduce_dgrad=False, sequence_parallel=False, tp_group=None,
@@ -101,6 +111,15 @@ class HybridColumnParallelLinear(HybridParallelLinear, ColumnParallelLinear):
         module.__class__ = cls
         module.finish_init(get_quant_config_or_none(path, module.config.quant_recipe))
 
+    def index_maps(self) -> dict[str, tuple[int, int, int]]:
+        """A gated linear's shard holds a part of the gate and a part of the rest; it counts as if it were contiguous."""
+        K, N, offset = self.input_size, self.output_size, self.tp_group.rank() * self.output_size_per_partition
+        return {INPUT: (0, 0, K), WEIGHT: (offset, 0, K), GRAD_OUTPUT: (0, offset, N)}
+
 
 class HybridRowParallelLinear(HybridParallelLinear, RowParallelLinear):
     """`y = x @ w.T`, w split along its columns; see `HybridParallelLinear`."""
+
+    def index_maps(self) -> dict[str, tuple[int, int, int]]:
+        K, N, offset = self.input_size, self.output_size, self.tp_group.rank() * self.input_size_per_partition
+        return {INPUT: (0, offset, K), WEIGHT: (0, offset, K), GRAD_OUTPUT: (0, 0, N)}

@@ -42,13 +42,18 @@ def after_validation(args, recipe: Recipe) -> None:
     spec = HybridLayerSpec(recipe, attention_zeroed=args.hq_demo_disable_attention)
     config = core_transformer_config_from_args(args)
     recipe = spec.recipe_for(config)
-    plans = plan_model(recipe, config, training_device(args.local_rank))
+    device = training_device(args.local_rank)
+    at_step = {step: plan_model(recipe, config, device, step=step) for step in (1, *recipe.change_steps())}
     if args.hq_explain:
-        _say(args, explain(list(plans.items())))
+        for step, plans in at_step.items():
+            if len(at_step) > 1:
+                _say(args, f"from iteration {step} on:")
+            _say(args, explain(list(plans.items())))
         raise SystemExit(0)
     if args.hq_strict:
-        check_strict(plans, gathers=config.sequence_parallel)
-    for line in (*summary(recipe, plans), *checkpoint.check_resume(args, recipe, switch=args.hq_switch_recipe)):
+        for plans in at_step.values():
+            check_strict(plans, gathers=config.sequence_parallel)
+    for line in (*summary(recipe, at_step), *checkpoint.check_resume(args, recipe, switch=args.hq_switch_recipe)):
         _say(args, line)
     checkpoint.record(args, recipe)
     recipes.register(args.hq_recipe, spec)
@@ -70,26 +75,13 @@ def training_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def plan_model(recipe: Recipe, config, device) -> dict[str, GemmPlan]:
-    """Plans of all linears of the whole model, by name. Raises `PlanError` for what cannot run here."""
-    plans = {}
-    for role in enumerate_modules(config):
-        if role.module_type == LINEAR:
-            plans[role.name] = build_plan(recipe.resolve(role, step=1), role.name, device)
-            _refuse_stateful(plans[role.name])
-    if recipe.change_steps():
-        raise PlanError(f"recipe {recipe.name}: rules with steps are not supported in Megatron's training yet")
-    return plans
-
-
-def _refuse_stateful(plan: GemmPlan) -> None:
-    for operand, quantizer in plan.quantizers.items():
-        for fmt in quantizer.formats():
-            what = "stochastic rounding" if fmt.sr else "delayed scaling" if fmt.is_stateful else None
-            if what:
-                raise PlanError(
-                    f"module {plan.name}: {operand} {fmt}: {what} is not supported in Megatron's training yet"
-                )
+def plan_model(recipe: Recipe, config, device, *, step: int = 1) -> dict[str, GemmPlan]:
+    """Plans of all linears of the whole model at a step, by name. Raises `PlanError` for what cannot run here."""
+    return {
+        role.name: build_plan(recipe.resolve(role, step=step), role.name, device)
+        for role in enumerate_modules(config)
+        if role.module_type == LINEAR
+    }
 
 
 def check_strict(plans: dict[str, GemmPlan], *, gathers: bool) -> None:
@@ -124,15 +116,20 @@ def _runs(plan: GemmPlan, gemm: str) -> str:
     return "native" if step.native else "emulated"
 
 
-def summary(recipe: Recipe, plans: dict[str, GemmPlan]) -> list[str]:
-    """The two lines printed at the start of a run."""
+def summary(recipe: Recipe, at_step: dict[int, dict[str, GemmPlan]]) -> list[str]:
+    """The lines printed at the start of a run: the recipe, and what runs how, from each step with other rules on."""
+    description = f": {recipe.description}" if recipe.description else ""
+    lines = [f"> recipe {recipe.name} ({recipe.fingerprint[:12]}){description}"]
+    for step, plans in at_step.items():
+        lines.append("> " + (f"from iteration {step} on: " if len(at_step) > 1 else "") + _counts(plans))
+    return lines
+
+
+def _counts(plans: dict[str, GemmPlan]) -> str:
     quantized = sum(any(s.pair.is_quantized for s in plan.steps().values()) for plan in plans.values())
     device = next(iter(plans.values())).device
     counts = []
     for gemm in GEMMS:
         kinds = Counter(_runs(plan, gemm) for plan in plans.values())
         counts.append(f"{gemm} " + " + ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
-    return [
-        f"> recipe {recipe.name} ({recipe.fingerprint[:12]}){': ' + recipe.description if recipe.description else ''}",
-        f"> {quantized} of {len(plans)} linears quantized on {device}; {'; '.join(counts)}",
-    ]
+    return f"{quantized} of {len(plans)} linears quantized on {device}; {'; '.join(counts)}"

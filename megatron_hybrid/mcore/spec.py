@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from ..recipe import Recipe
-from . import attention, checkpoint
+from . import attention, checkpoint, driver
 from .errors import UserError
 from .layers import HybridColumnParallelLinear, HybridParallelLinear, HybridRowParallelLinear
 from .modules import OUTPUT_LAYER, enumerate_modules
@@ -146,8 +146,10 @@ class HybridLayerSpec:
         recipe = self.recipe_for(config)
         config.quant_recipe = carry(recipe)
         checkpoint.record_in_run(recipe)
-        if recipe.lm_head and _quantize_output_layer not in model_config.pre_wrap_hooks:
-            model_config.pre_wrap_hooks.append(_quantize_output_layer)
+        hooks = model_config.pre_wrap_hooks  # in this order: the driver finds the output layer quantized
+        for hook in ([_quantize_output_layer] if recipe.lm_head else []) + [driver.attach_in_run]:
+            if hook not in hooks:
+                hooks.append(hook)
         layer = layer_spec(config, attention_zeroed=self.attention_zeroed)
         num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
         return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=HybridNorm)

@@ -1,0 +1,110 @@
+"""From Megatron's training loop to the controller: one driver a run, over all chunks of this rank's model.
+
+`patches.training_steps` calls it, finding it as the attribute ``hq_driver`` of a chunk. A loop of one's own on
+Megatron-Core calls `attach`, and the four methods itself.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..control import Controller
+from ..patches.training_steps import DRIVER
+from ..plan import PlanError
+from ..runtime import LinearRuntime
+from . import state
+
+
+class Driver:
+    """Drives a `Controller`. Outside of steps, in evaluation, nothing moves: keys stay those of the last step.
+
+    group: the ranks that share the tensors, None where there is only one. All of them hold the same modules.
+    """
+
+    def __init__(self, controller: Controller, group=None):
+        self.controller, self.group = controller, group
+        self.in_step = self.has_begun = False
+
+    def begin_step(self, completed: int | None) -> None:
+        """Before a training step; `completed`: how many iterations came before (None: as Megatron's arguments say)."""
+        from megatron.training import get_args
+
+        self._begin((get_args().curr_iteration if completed is None else completed) + 1)
+        self.in_step = True
+
+    def _begin(self, step: int) -> None:
+        from megatron.core.num_microbatches_calculator import get_num_microbatches
+
+        self.controller.begin_step(step, get_num_microbatches())
+        self.has_begun = True
+        state.forget_missing(self.controller.runtimes)
+
+    def forward(self, microbatch: int) -> None:
+        """Before the forward of a microbatch, in training and in evaluation."""
+        if self.in_step:
+            self.controller.microbatch(microbatch)
+        elif not self.has_begun:  # an evaluation first of all: as after the last step, which the checkpoint is of
+            from megatron.training import get_args
+
+            self._begin(max(1, get_args().iteration))
+
+    def backward(self, microbatch: int) -> None:
+        """Before the backward of a microbatch."""
+        if self.in_step:
+            self.controller.microbatch(microbatch)
+
+    def end_step(self, completed: bool = True) -> None:
+        """After the optimizer's step; not completed: it did not come to that, and the step will be repeated."""
+        self.in_step = False
+        self.controller.microbatch(0)
+        if completed:
+            self.controller.end_step(self.group)
+
+
+def attach(chunks: list, *, seed: int) -> Driver | None:
+    """Make the driver of a model's chunks and hang it on each; None for a model without quantized linears.
+
+    Raises `PlanError` for expert modules scaled by history, which other ranks do not share.
+    """
+    runtimes = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LinearRuntime)]
+    if not runtimes:
+        return None
+    for runtime in runtimes:
+        if runtime.role.expert is not None and any(True for _ in runtime.states()):
+            raise PlanError(f"module {runtime.label}: delayed scaling of experts is not supported in Megatron yet")
+    amax_group, data_parallel = _groups(chunks[0])
+    controller = Controller(
+        runtimes, None, seed & 0xFFFFFFFF, 1, replica=data_parallel.rank(), num_replicas=data_parallel.size()
+    )
+    driver = Driver(controller, amax_group if amax_group.size() > 1 else None)
+    for chunk in chunks:
+        setattr(chunk, DRIVER, driver)
+    return driver
+
+
+def _groups(chunk):
+    """(the ranks that share a stage's tensors, those that share its weights only).
+
+    Inputs are the same on all tensor-parallel ranks or split among them, weights are split among them and the same
+    on data-parallel ranks, and every data-parallel rank sees other tokens: one scale for all of them. Pipeline stages
+    share nothing.
+    """
+    from megatron.core import parallel_state
+
+    groups = chunk.pg_collection
+    amax_group = getattr(groups, "tp_dp_cp", None)
+    if amax_group is None:
+        amax_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    return amax_group, groups.dp
+
+
+def attach_in_run(chunks: list) -> list:
+    """Hook before the model is wrapped, in a run of Megatron's training; a model built elsewhere is left alone."""
+    from .checkpoint import run_args
+
+    args = run_args()
+    if args is not None:
+        driver = attach(chunks, seed=args.seed)
+        if driver is not None:
+            state.note_missing(driver.controller.runtimes, args)
+    return chunks
