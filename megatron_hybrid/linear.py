@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
@@ -137,6 +138,7 @@ class HybridLinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         call, comm, weight, needs = ctx.call, ctx.call.comm, ctx.weight, ctx.needs_input_grad
         x_kept, w_kept = ctx.unpack(ctx.saved_tensors)

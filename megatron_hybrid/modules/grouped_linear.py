@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from ..linear import LOCAL, LinearCall, add_bias, dgrad, fprop, placeholder_gradient, save_for_backward, wgrad
 from ..plan import GRAD_OUTPUT, INPUT, PAYLOAD, WEIGHT, GemmPlan
@@ -27,6 +28,7 @@ class GroupedLinearFunction(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dy):
         needs, weight = ctx.needs_input_grad, ctx.weight
         kept = ctx.unpack(ctx.saved_tensors)
