@@ -67,7 +67,7 @@ def cuda_root(nvcc: str) -> Path:
 
 
 def stale(output: Path, depfile: Path, command: list[str]) -> bool:
-    """Whether an object must be rebuilt: a source, a header, this file or its command changed."""
+    """Whether an object must be rebuilt: a source, a header or its command changed."""
     stamp = output.with_suffix(".cmd")
     if not (output.is_file() and depfile.is_file() and stamp.is_file()) or stamp.read_text() != shlex.join(command):
         return True

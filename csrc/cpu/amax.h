@@ -6,90 +6,188 @@
 
 MH_NUMERICS_BEGIN
 
-MH_HD int32_t outer_amax_bits(float x, bool keep_nan) {
-  const int32_t bits = abs_bits(x);
-  return bits > kInfBits && !keep_nan ? 0 : bits;
-}
-
 inline bool keeps_nan(const FormatSpec& spec) { return spec.scale_rule != ScaleRule::e4m3_amax; }
 
-inline int32_t row_amax(const float* __restrict x, int n, bool keep_nan) {
-  int32_t most = 0;
-  for (int j = 0; j < n; ++j) most = max_bits(most, outer_amax_bits(x[j], keep_nan));
-  return most;
+// Magnitudes of a storage type order like their bits as well, so maxima are taken before any conversion: half the work
+// for 16-bit types.
+template <class T>
+struct RawBits {
+  using Int = uint16_t;
+  static constexpr Int kAbs = 0x7fff;
+  static constexpr Int kInf = static_cast<Int>(T::kInf);
+};
+
+template <>
+struct RawBits<Float32> {
+  using Int = int32_t;
+  static constexpr Int kAbs = kAbsMask;
+  static constexpr Int kInf = kInfBits;
+};
+
+// Magnitudes above this count as 0: none, or NaNs.
+template <class T>
+MH_HD typename RawBits<T>::Int magnitude_limit(bool keep_nan) {
+  return keep_nan ? RawBits<T>::kAbs : RawBits<T>::kInf;
 }
 
-inline void amax_load(const AmaxArgs& a, const Tile& t, Scratch& s) {
+template <class T>
+MH_HD typename RawBits<T>::Int raw_magnitude(typename T::Raw raw, typename RawBits<T>::Int limit) {
+  typename RawBits<T>::Int bits;
+  memcpy(&bits, &raw, sizeof bits);
+  bits &= RawBits<T>::kAbs;
+  // a mask, not a branch: compilers thread branches into the maximum and then do not vectorise it
+  return static_cast<typename RawBits<T>::Int>(bits & -static_cast<int>(bits <= limit));
+}
+
+template <class T>
+MH_HD int32_t raw_to_bits(typename RawBits<T>::Int bits) {
+  typename T::Raw raw;
+  memcpy(&raw, &bits, sizeof raw);
+  return abs_bits(T::load(raw));
+}
+
+// One running maximum a lane: compilers vectorise that, but not every 16-bit reduction.
+template <class T>
+inline int32_t row_amax(const typename T::Raw* __restrict x, int64_t n, bool keep_nan) {
+  using Int = typename RawBits<T>::Int;
+  const Int limit = magnitude_limit<T>(keep_nan);
+  constexpr int kRunning = kCacheLine;
+  Int most[kRunning] = {};
+  int64_t first = 0;
+  for (; first + kRunning <= n; first += kRunning)
+    for (int e = 0; e < kRunning; ++e) {
+      const Int bits = raw_magnitude<T>(x[first + e], limit);
+      most[e] = bits > most[e] ? bits : most[e];
+    }
+  Int all = 0;
+  for (int e = 0; e < kRunning; ++e) all = most[e] > all ? most[e] : all;
+  for (; first < n; ++first) {
+    const Int bits = raw_magnitude<T>(x[first], limit);
+    all = bits > all ? bits : all;
+  }
+  return raw_to_bits<T>(all);
+}
+
+// Maxima of the columns of a strip of up to kTileCols columns, over all rows.
+template <class T>
+inline void cols_amax(const Matrix& x, int64_t k0, int n, bool keep_nan, int32_t* out) {
+  const auto limit = magnitude_limit<T>(keep_nan);
+  alignas(kCacheLine) typename RawBits<T>::Int most[kTileCols] = {};
+  for (int64_t i = 0; i < x.rows; ++i) {
+    const auto* __restrict row = static_cast<const typename T::Raw*>(x.data) + i * x.row_stride + k0;
+    for (int j = 0; j < n; ++j) {
+      const auto bits = raw_magnitude<T>(row[j], limit);
+      most[j] = bits > most[j] ? bits : most[j];
+    }
+  }
+  for (int j = 0; j < n; ++j) out[j] = raw_to_bits<T>(most[j]);
+}
+
+// Maxima of a tile that went through the scratch array, row by row.
+inline void tile_load(const AmaxArgs& a, const Tile& t, Scratch& s) {
   load_tile(a.x, t, s);
   if (a.spec.rht) hadamard_tile(a.spec, t, s, false);
 }
 
-inline void tensor_amax(const AmaxArgs& a, const Tiling& tiling, int threads) {
-  const bool keep = keeps_nan(a.spec);
-  const int64_t n = tiling.count();
-  int32_t most = 0;
-#pragma omp parallel num_threads(threads) reduction(max : most)
-  {
-    Scratch s;
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < n; ++i) {
-      const Tile t = tiling.tile(i);
-      amax_load(a, t, s);
-      for (int r = 0; r < t.rows; ++r) most = max_bits(most, row_amax(s.row(r), t.cols, keep));
-    }
+inline int32_t tile_amax(const AmaxArgs& a, const Tile& t, Scratch& s, int32_t* rows) {
+  tile_load(a, t, s);
+  int32_t all = 0;
+  for (int r = 0; r < t.rows; ++r) {
+    const int32_t most = row_amax<Float32>(s.row(r), t.cols, keeps_nan(a.spec));
+    rows[r] = max_bits(rows[r], most);
+    all = max_bits(all, most);
   }
-  *a.out = amax_from_bits(most);
+  return all;
 }
 
-// One thread owns a strip of rows, across all columns.
-inline void amax_of_rows(const AmaxArgs& a, const Tiling& tiling, int threads) {
+// Rows lie contiguous and are not transformed: maxima come straight from memory.
+inline bool is_direct(const AmaxArgs& a) { return a.x.col_stride == 1 && !a.spec.rht; }
+
+template <class T>
+inline int32_t strip_rows_amax(const AmaxArgs& a, const Tiling& g, int64_t strip, Scratch& s, int32_t* rows) {
+  int32_t all = 0;
+  if (is_direct(a)) {
+    const Tile t = g.at(strip, 0);
+    for (int r = 0; r < t.rows; ++r) {
+      const auto* row = static_cast<const typename T::Raw*>(a.x.data) + (t.m0 + r) * a.x.row_stride;
+      rows[r] = row_amax<T>(row, g.k, keeps_nan(a.spec));
+      all = max_bits(all, rows[r]);
+    }
+    return all;
+  }
+  for (int64_t j = 0; j < g.across; ++j) all = max_bits(all, tile_amax(a, g.at(strip, j), s, rows));
+  return all;
+}
+
+// Maxima of a strip of rows across all columns: of each row into `rows` (zeros on entry), of all as the result.
+inline int32_t strip_rows_amax(const AmaxArgs& a, const Tiling& g, int64_t strip, Scratch& s, int32_t* rows) {
+  switch (a.x.dtype) {
+    case Dtype::bf16: return strip_rows_amax<BFloat16>(a, g, strip, s, rows);
+    case Dtype::f16: return strip_rows_amax<Float16>(a, g, strip, s, rows);
+    default: return strip_rows_amax<Float32>(a, g, strip, s, rows);
+  }
+}
+
+// Maxima of the columns of a strip of columns, down all rows.
+inline void strip_cols_amax(const AmaxArgs& a, const Tiling& g, int64_t strip, Scratch& s, int32_t* cols) {
+  const int64_t k0 = strip * kTileCols;
+  const int n = static_cast<int>(g.k - k0 < kTileCols ? g.k - k0 : kTileCols);
   const bool keep = keeps_nan(a.spec);
+  if (is_direct(a)) {
+    switch (a.x.dtype) {
+      case Dtype::bf16: return cols_amax<BFloat16>(a.x, k0, n, keep, cols);
+      case Dtype::f16: return cols_amax<Float16>(a.x, k0, n, keep, cols);
+      default: return cols_amax<Float32>(a.x, k0, n, keep, cols);
+    }
+  }
+  const int32_t limit = magnitude_limit<Float32>(keep);
+  for (int64_t i = 0; i < g.down; ++i) {
+    const Tile t = g.at(i, strip);
+    tile_load(a, t, s);
+    for (int r = 0; r < t.rows; ++r) {
+      const float* __restrict row = s.row(r);
+      for (int j = 0; j < n; ++j) cols[j] = max_bits(cols[j], raw_magnitude<Float32>(row[j], limit));
+    }
+  }
+}
+
+inline void amax_of_cols(const AmaxArgs& a, const Tiling& g, int threads) {
 #pragma omp parallel num_threads(threads)
   {
     Scratch s;
 #pragma omp for schedule(static)
-    for (int64_t i = 0; i < tiling.down; ++i) {
-      int32_t most[kMaxTileRows] = {};
-      for (int64_t j = 0; j < tiling.across; ++j) {
-        const Tile t = tiling.at(i, j);
-        amax_load(a, t, s);
-        for (int r = 0; r < t.rows; ++r) most[r] = max_bits(most[r], row_amax(s.row(r), t.cols, keep));
-      }
-      const int64_t m0 = i * tiling.rows;
-      for (int r = 0; r < tiling.rows && m0 + r < tiling.m; ++r) a.out[m0 + r] = amax_from_bits(most[r]);
+    for (int64_t strip = 0; strip < g.across; ++strip) {
+      alignas(kCacheLine) int32_t cols[kTileCols] = {};
+      strip_cols_amax(a, g, strip, s, cols);
+      const int64_t k0 = strip * kTileCols;
+      for (int j = 0; j < kTileCols && k0 + j < g.k; ++j) a.out[k0 + j] = amax_from_bits(cols[j]);
     }
   }
 }
 
-inline void amax_of_cols(const AmaxArgs& a, const Tiling& tiling, int threads) {
-  const bool keep = keeps_nan(a.spec);
-#pragma omp parallel num_threads(threads)
+inline void amax_of_rows(const AmaxArgs& a, const Tiling& g, int threads) {
+  int32_t all = 0;
+#pragma omp parallel num_threads(threads) reduction(max : all)
   {
     Scratch s;
 #pragma omp for schedule(static)
-    for (int64_t j = 0; j < tiling.across; ++j) {
-      alignas(kCacheLine) int32_t most[kTileCols] = {};
-      for (int64_t i = 0; i < tiling.down; ++i) {
-        const Tile t = tiling.at(i, j);
-        amax_load(a, t, s);
-        for (int r = 0; r < t.rows; ++r) {
-          const float* __restrict row = s.row(r);
-          for (int c = 0; c < t.cols; ++c) most[c] = max_bits(most[c], outer_amax_bits(row[c], keep));
-        }
-      }
-      const int64_t k0 = j * kTileCols;
-      for (int c = 0; c < kTileCols && k0 + c < tiling.k; ++c) a.out[k0 + c] = amax_from_bits(most[c]);
+    for (int64_t strip = 0; strip < g.down; ++strip) {
+      int32_t rows[kMaxTileRows] = {};
+      all = max_bits(all, strip_rows_amax(a, g, strip, s, rows));
+      const int64_t m0 = strip * g.rows;
+      if (a.spec.outer_rows)
+        for (int r = 0; r < g.rows && m0 + r < g.m; ++r) a.out[m0 + r] = amax_from_bits(rows[r]);
     }
   }
+  if (!a.spec.outer_rows) *a.out = amax_from_bits(all);
 }
 
+// An empty extent leaves an amax of 0 for the tensor, and for every row or column there is.
 inline void amax(const AmaxArgs& a, int threads) {
   const Tiling tiling = make_tiling(a.spec, a.x.rows, a.x.cols, a.x.col_stride != 1);
   const int useful = useful_threads(threads, a.x.rows * a.x.cols);
-  if (!a.spec.outer_rows) return tensor_amax(a, tiling, useful);
-  // an empty extent leaves an amax of 0 for every row or column there is
-  if (a.spec.axis == 0) return amax_of_rows(a, tiling, useful);
-  amax_of_cols(a, tiling, useful);
+  if (a.spec.outer_rows && a.spec.axis == 1) return amax_of_cols(a, tiling, useful);
+  amax_of_rows(a, tiling, useful);
 }
 
 MH_NUMERICS_END

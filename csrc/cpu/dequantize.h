@@ -57,12 +57,11 @@ inline void apply_outer(const DequantizeArgs& a, const Tile& t, Scratch& s) {
 inline void dequantize_tile(const DequantizeArgs& a, const Tile& t, Scratch& s) {
   const bool packed = a.spec.element == Element::e2m1;
   load_codes(a.in, packed, a.out.rows, a.out.cols, t, s);
-  const bool row_scales = a.spec.outer_rows && a.spec.axis == 0;
-  const int size = a.spec.block_m > 0 ? a.spec.block_m : (row_scales ? 1 : t.rows);
+  const int size = a.spec.block_m > 0 ? a.spec.block_m : t.rows;
   alignas(kCacheLine) float scales[kTileCols];
   for (int i = 0; i < t.rows; ++i) {
-    // a column block over the whole extent has one row of scales
-    if (i % size == 0) column_scales(a, t, a.spec.block_m > 0 ? (t.m0 + i) / size : (row_scales ? t.m0 + i : 0), scales);
+    // a block over all rows has one row of scales
+    if (i % size == 0) column_scales(a, t, a.spec.block_m > 0 ? (t.m0 + i) / size : 0, scales);
     switch (a.spec.element) {
       case Element::e4m3: decode_row<E4M3>(s.code_row(i), scales, s.row(i), t.cols); break;
       case Element::e5m2: decode_row<E5M2>(s.code_row(i), scales, s.row(i), t.cols); break;
@@ -83,6 +82,7 @@ inline void dequantize(const DequantizeArgs& a, int threads) {
     Scratch s;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) dequantize_tile(a, tiling.tile(i), s);
+    finish_stream();
   }
 }
 

@@ -9,14 +9,18 @@ MH_HD int64_t packed_bytes(int64_t n) { return (n + 1) / 2; }
 
 // Even element in the low nibble; an odd tail leaves the high one 0.
 inline void pack_row(const uint8_t* __restrict codes, uint8_t* __restrict out, int n) {
-  for (int j = 0; j < n / 2; ++j) out[j] = static_cast<uint8_t>(codes[2 * j] | codes[2 * j + 1] << 4);
+  for (int j = 0; j < n / 2; ++j) {
+    uint16_t pair;
+    memcpy(&pair, codes + 2 * j, sizeof pair);
+    out[j] = static_cast<uint8_t>(pair | pair >> 4);
+  }
   if (n % 2) out[n / 2] = codes[n - 1];
 }
 
 inline void unpack_row(const uint8_t* __restrict in, uint8_t* __restrict codes, int n) {
   for (int j = 0; j < n / 2; ++j) {
-    codes[2 * j] = in[j] & 15;
-    codes[2 * j + 1] = in[j] >> 4;
+    const uint16_t pair = static_cast<uint16_t>((in[j] & 15) | (in[j] >> 4) << 8);
+    memcpy(codes + 2 * j, &pair, sizeof pair);
   }
   if (n % 2) codes[n - 1] = in[n / 2] & 15;
 }
@@ -46,26 +50,22 @@ inline void unpack_up(uint8_t* codes, int rows, int cols) {
   }
 }
 
-// out[j * out_ld + i] = in[i * in_ld + j]
-inline void transpose_bytes(const uint8_t* in, int64_t in_ld, uint8_t* out, int64_t out_ld, int rows, int cols) {
-  for (int j = 0; j < cols; ++j)
-    for (int i = 0; i < rows; ++i) out[j * out_ld + i] = in[i * in_ld + j];
-}
-
 // Scratch codes of a tile to the payload of an (m, k) tensor.
 inline void store_codes(const Payload& p, bool packed, int64_t m, int64_t k, const Tile& t, Scratch& s) {
+  const int64_t extent = p.transposed ? m : k, lines = p.transposed ? k : m;
+  const int64_t ld = packed ? packed_bytes(extent) : extent;
+  const bool stream = wants_stream(p.codes, ld, lines * ld);
   if (p.transposed) {
-    const int64_t ld = packed ? packed_bytes(m) : m;
     const int rows = packed ? pack_down(s.codes, t.rows, t.cols) : t.rows;
-    return transpose_bytes(s.codes, kTileCols, p.codes + t.k0 * ld + (packed ? t.m0 / 2 : t.m0), ld, rows, t.cols);
+    uint8_t* base = p.codes + t.k0 * ld + (packed ? t.m0 / 2 : t.m0);
+    transpose_bytes(s.codes, kTileCols, s.turned, kMaxTileRows, rows, t.cols);
+    for (int j = 0; j < t.cols; ++j) put(base + j * ld, s.turned + j * kMaxTileRows, rows, stream);
+    return;
   }
-  const int64_t ld = packed ? packed_bytes(k) : k;
   uint8_t* base = p.codes + t.m0 * ld + (packed ? t.k0 / 2 : t.k0);
   for (int i = 0; i < t.rows; ++i) {
-    if (packed)
-      pack_row(s.code_row(i), base + i * ld, t.cols);
-    else
-      memcpy(base + i * ld, s.code_row(i), static_cast<size_t>(t.cols));
+    if (packed) pack_row(s.code_row(i), s.turned, t.cols);
+    put(base + i * ld, packed ? s.turned : s.code_row(i), packed ? packed_bytes(t.cols) : t.cols, stream);
   }
 }
 

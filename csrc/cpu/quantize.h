@@ -64,22 +64,20 @@ inline void spread(int size, const float* in, float* out, int n) {
 
 // Scales of n blocks from their amaxes: multipliers out, stored scales into the scale array from element `at` on.
 template <ScaleRule rule>
-inline void block_scales(const QuantizeArgs& a, const int32_t* amax, const float* enc, int n, int64_t at, float* mult) {
+inline void block_scales(const QuantizeArgs& a, const int32_t* __restrict amax, const float* __restrict enc, int n,
+                         int64_t at, float* __restrict mult) {
   const FormatSpec spec = a.spec;
+  alignas(kCacheLine) uint32_t stored[kTileCols];
+  for (int g = 0; g < n; ++g) {
+    const BlockScale s = block_scale<rule>(spec, amax_from_bits(amax[g]), enc[g]);
+    mult[g] = s.multiplier;
+    stored[g] = s.stored;
+  }
   if constexpr (rule == ScaleRule::fp32) {
-    float* __restrict stored = static_cast<float*>(a.out.scale) + at;
-    for (int g = 0; g < n; ++g) {
-      const BlockScale s = block_scale<rule>(spec, amax_from_bits(amax[g]), 1.0f);
-      mult[g] = s.multiplier;
-      stored[g] = s.fp32;
-    }
+    memcpy(static_cast<float*>(a.out.scale) + at, stored, static_cast<size_t>(n) * sizeof(float));
   } else {
-    uint8_t* __restrict stored = static_cast<uint8_t*>(a.out.scale) + at;
-    for (int g = 0; g < n; ++g) {
-      const BlockScale s = block_scale<rule>(spec, amax_from_bits(amax[g]), enc[g]);
-      mult[g] = s.multiplier;
-      stored[g] = s.byte;
-    }
+    uint8_t* bytes = static_cast<uint8_t*>(a.out.scale) + at;
+    for (int g = 0; g < n; ++g) bytes[g] = static_cast<uint8_t>(stored[g]);
   }
 }
 
@@ -94,8 +92,12 @@ inline void preset_multipliers(const QuantizeArgs& a, const Tile& t, const Band&
   for (int j = 0; j < t.cols; ++j) mult[j] = scale;
 }
 
-// NVFP4's outer encode scale of each of a band's n blocks.
+// NVFP4's outer encode scale of each of a band's n blocks; other rules have none.
 inline void outer_encode(const QuantizeArgs& a, const Tile& t, const Band& b, int n, float* enc) {
+  if (a.spec.scale_rule != ScaleRule::e4m3_amax) {
+    for (int j = 0; j < n; ++j) enc[j] = 1.0f;
+    return;
+  }
   if (a.spec.outer_rows && a.spec.axis == 1) {
     for (int j = 0; j < n; ++j) enc[j] = nvfp4_outer_encode(a.out.amax[t.k0 + j]);
     return;
@@ -121,12 +123,10 @@ inline void band_multipliers(const QuantizeArgs& a, const Tile& t, const Band& b
   }
   const int64_t at = b.block_row * ((a.x.cols + size - 1) / size) + t.k0 / size;
   float* out = size > 1 ? scales : mult;
+  outer_encode(a, t, b, n, enc);
   switch (a.spec.scale_rule) {
     case ScaleRule::e8m0: block_scales<ScaleRule::e8m0>(a, block_amax, enc, n, at, out); break;
-    case ScaleRule::e4m3_amax:
-      outer_encode(a, t, b, n, enc);
-      block_scales<ScaleRule::e4m3_amax>(a, block_amax, enc, n, at, out);
-      break;
+    case ScaleRule::e4m3_amax: block_scales<ScaleRule::e4m3_amax>(a, block_amax, enc, n, at, out); break;
     default: block_scales<ScaleRule::fp32>(a, block_amax, enc, n, at, out);
   }
   if (size > 1) spread(size, scales, mult, t.cols);
@@ -137,31 +137,24 @@ inline void encode_row(const float* __restrict x, const float* __restrict mult, 
   for (int j = 0; j < n; ++j) codes[j] = static_cast<uint8_t>(encode<E>(x[j] * mult[j]));
 }
 
-// Random words for n elements from global index `first` on; returns where in `words` (as 16-bit draws) they start.
-inline int row_draws(const RandomKey& key, uint64_t first, int n, uint32_t* __restrict words) {
-  const uint64_t group = first / kDrawsPerCall;
+// Random draws for n elements from global index `first` on; returns where they start in `draws`.
+constexpr int kDrawsAtATime = kDrawsPerCall * kCallLanes;
+constexpr int kRowDraws = kTileCols + kDrawsPerCall + kDrawsAtATime;
+
+inline int row_draws(const RandomKey& key, uint64_t first, int n, uint16_t* draws) {
   const int skip = static_cast<int>(first % kDrawsPerCall);
-  const int calls = (skip + n + kDrawsPerCall - 1) / kDrawsPerCall;
-  for (int c = 0; c < calls; ++c) {
-    const Philox w = random_words(key, group + static_cast<uint64_t>(c));
-    words[4 * c] = w.c0;
-    words[4 * c + 1] = w.c1;
-    words[4 * c + 2] = w.c2;
-    words[4 * c + 3] = w.c3;
-  }
+  for (int at = 0; at < skip + n; at += kDrawsAtATime)
+    draw_lanes(key, first / kDrawsPerCall + static_cast<uint64_t>(at / kDrawsPerCall), draws + at);
   return skip;
 }
 
 inline void encode_row_stochastic(const QuantizeArgs& a, int64_t m, int64_t k0, const float* __restrict x,
                                   const float* __restrict mult, uint8_t* __restrict codes, int n) {
-  alignas(kCacheLine) uint32_t words[kTileCols / 2 + kDrawsPerCall];
+  alignas(kCacheLine) uint16_t draws[kRowDraws];
   const int64_t row = a.row_ids ? a.row_ids[m] : m + a.rng[kRowOffset];
   const uint64_t first = static_cast<uint64_t>(row * a.rng[kGlobalCols] + k0 + a.rng[kColOffset]);
-  const int skip = row_draws(random_key(a.rng, a.spec.axis), first, n, words);
-  for (int j = 0; j < n; ++j) {
-    const uint32_t u = (words[(skip + j) / 2] >> ((skip + j) % 2 * 16)) & 0xffffu;
-    codes[j] = static_cast<uint8_t>(encode_e2m1_stochastic(x[j] * mult[j], u));
-  }
+  const uint16_t* __restrict u = draws + row_draws(random_key(a.rng, a.spec.axis), first, n, draws);
+  for (int j = 0; j < n; ++j) codes[j] = static_cast<uint8_t>(encode_e2m1_stochastic(x[j] * mult[j], u[j]));
 }
 
 inline void encode_band(const QuantizeArgs& a, const Tile& t, const Band& b, Scratch& s, const float* mult) {
@@ -179,18 +172,17 @@ inline void encode_band(const QuantizeArgs& a, const Tile& t, const Band& b, Scr
 }
 
 inline void quantize_tile(const QuantizeArgs& a, const Tile& t, Scratch& s) {
+  const bool packed = a.spec.element == Element::e2m1;
   load_tile(a.x, t, s);
   if (a.spec.rht) hadamard_tile(a.spec, t, s, false);
-  // a block over the whole extent needs no band of its own unless each row has a scale
-  const bool row_scales = a.spec.outer_rows && a.spec.axis == 0;
-  const int size = a.spec.block_m > 0 ? a.spec.block_m : (row_scales ? 1 : t.rows);
+  const int size = a.spec.block_m > 0 ? a.spec.block_m : t.rows;
   alignas(kCacheLine) float mult[kTileCols];
   for (int first = 0; first < t.rows; first += size) {
     const Band b{(t.m0 + first) / size, first, t.rows - first < size ? t.rows - first : size};
     band_multipliers(a, t, b, s, mult);
     encode_band(a, t, b, s, mult);
   }
-  store_codes(a.out, a.spec.element == Element::e2m1, a.x.rows, a.x.cols, t, s);
+  store_codes(a.out, packed, a.x.rows, a.x.cols, t, s);
 }
 
 inline void write_preset_scales(const QuantizeArgs& a) {
@@ -210,6 +202,7 @@ inline void quantize(const QuantizeArgs& a, int threads) {
     Scratch s;
 #pragma omp for schedule(static)
     for (int64_t i = 0; i < n; ++i) quantize_tile(a, tiling.tile(i), s);
+    finish_stream();
   }
 }
 

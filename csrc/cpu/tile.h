@@ -4,13 +4,12 @@
 #pragma once
 
 #include "../numerics/elements.h"
-#include "../numerics/hadamard.h"
+#include "stream.h"
 
 MH_NUMERICS_BEGIN
 
 constexpr int kTileCols = 256;     // a multiple of every block size
 constexpr int kMaxTileRows = 128;  // likewise
-constexpr int kCacheLine = 64;
 
 struct Tile {
   int64_t m0, k0;
@@ -20,20 +19,26 @@ struct Tile {
 struct Scratch {
   alignas(kCacheLine) float values[kMaxTileRows * kTileCols];
   alignas(kCacheLine) uint8_t codes[kMaxTileRows * kTileCols];
+  alignas(kCacheLine) uint8_t turned[kMaxTileRows * kTileCols];  // codes transposed, or a row on its way out
 
   float* row(int i) { return values + i * kTileCols; }
   uint8_t* code_row(int i) { return codes + i * kTileCols; }
 };
 
-// How a matrix splits into tiles. Tiles start at multiples of `rows` and `kTileCols`: blocks and the byte pairs of FP4
-// never straddle two of them.
+// How a matrix splits into tiles of `rows` x kTileCols. They start at multiples of their sides: blocks and the byte pairs of
+// FP4 never straddle two of them. They are numbered in bands of `band` rows of tiles, down each band before across it: a
+// transposed payload is then written in long runs, and few memory pages are in use at a time.
 struct Tiling {
   int64_t m, k;
   int rows;
-  int64_t down, across;
+  int64_t down, across, band;
 
   int64_t count() const { return down * across; }
-  Tile tile(int64_t index) const { return at(index / across, index % across); }
+  Tile tile(int64_t index) const {
+    const int64_t first = index / (band * across) * band, in_band = index % (band * across);
+    const int64_t height = down - first < band ? down - first : band;
+    return at(first + in_band % height, in_band / height);
+  }
   Tile at(int64_t i, int64_t j) const {
     const int64_t m0 = i * rows, k0 = j * kTileCols;
     return Tile{m0, k0, static_cast<int>(m - m0 < rows ? m - m0 : rows),
@@ -41,10 +46,15 @@ struct Tiling {
   }
 };
 
+// `tall`: the other side is written or read down the columns. Its tiles are as high as a cache line is long, FP4's twice
+// that; others are as low as the blocks allow, to read and write long rows.
 inline Tiling make_tiling(const FormatSpec& spec, int64_t m, int64_t k, bool tall) {
+  constexpr int kBandRows = 512;
   const int block = spec.block_m > 1 ? spec.block_m : 1;
-  const int rows = block > 64 ? block : (tall || block > 1 || spec.axis == 1 ? 64 : 16);
-  return Tiling{m, k, rows, (m + rows - 1) / rows, (k + kTileCols - 1) / kTileCols};
+  const int line = spec.element == Element::e2m1 ? 2 * kCacheLine : kCacheLine;
+  const int low = block > 1 || spec.axis == 1 ? (block > kCacheLine ? block : kCacheLine) : 4;
+  const int rows = tall && line > low ? line : low;
+  return Tiling{m, k, rows, (m + rows - 1) / rows, (k + kTileCols - 1) / kTileCols, tall ? kBandRows / rows : 1};
 }
 
 // Threads worth starting for n elements: below this many a thread, waking it costs more than it saves.
@@ -86,10 +96,13 @@ inline void store_rows(const Matrix& x, const Tile& t, Scratch& s) {
   using Raw = typename T::Raw;
   Raw* base = static_cast<Raw*>(x.data) + t.m0 * x.row_stride + t.k0 * x.col_stride;
   if (x.col_stride == 1) {
+    const int64_t row_bytes = x.row_stride * static_cast<int64_t>(sizeof(Raw));
+    const bool stream = x.cols * sizeof(Raw) % kCacheLine == 0 && wants_stream(x.data, row_bytes, x.rows * row_bytes);
+    Raw* __restrict row = reinterpret_cast<Raw*>(s.turned);
     for (int i = 0; i < t.rows; ++i) {
       const float* __restrict src = s.row(i);
-      Raw* __restrict dst = base + i * x.row_stride;
-      for (int j = 0; j < t.cols; ++j) dst[j] = T::store(src[j]);
+      for (int j = 0; j < t.cols; ++j) row[j] = T::store(src[j]);
+      put(base + i * x.row_stride, row, t.cols * static_cast<int64_t>(sizeof(Raw)), stream);
     }
     return;
   }
@@ -108,38 +121,13 @@ inline void store_tile(const Matrix& x, const Tile& t, Scratch& s) {
   }
 }
 
-// Hadamard groups along the rows of a tile; a last group under 16 stays as it is.
-inline void hadamard_along_rows(const Tile& t, Scratch& s, bool inverse) {
-  const int groups = t.cols / kHadamardSize;
-  for (int i = 0; i < t.rows; ++i) {
-    float* row = s.row(i);
-    for (int g = 0; g < groups; ++g) {
-      float v[kHadamardSize];
-      for (int e = 0; e < kHadamardSize; ++e) v[e] = row[g * kHadamardSize + e];
-      hadamard16(v, inverse);
-      for (int e = 0; e < kHadamardSize; ++e) row[g * kHadamardSize + e] = v[e];
-    }
-  }
-}
-
-inline void hadamard_along_cols(const Tile& t, Scratch& s, bool inverse) {
-  const int groups = t.rows / kHadamardSize;
-  for (int g = 0; g < groups; ++g) {
-    float* rows = s.row(g * kHadamardSize);
-    for (int j = 0; j < t.cols; ++j) {
-      float v[kHadamardSize];
-      for (int e = 0; e < kHadamardSize; ++e) v[e] = rows[e * kTileCols + j];
-      hadamard16(v, inverse);
-      for (int e = 0; e < kHadamardSize; ++e) rows[e * kTileCols + j] = v[e];
-    }
-  }
-}
-
+// Hadamard groups along the contraction axis of a tile; a last group under 16 stays as it is.
 inline void hadamard_tile(const FormatSpec& spec, const Tile& t, Scratch& s, bool inverse) {
-  if (spec.axis == 0)
-    hadamard_along_rows(t, s, inverse);
-  else
-    hadamard_along_cols(t, s, inverse);
+  if (spec.axis == 0) {
+    for (int i = 0; i < t.rows; ++i) hadamard_along(s.row(i), t.cols, inverse);
+    return;
+  }
+  for (int i = 0; i + kHadamardSize <= t.rows; i += kHadamardSize) hadamard_down(s.row(i), kTileCols, t.cols, inverse);
 }
 
 MH_NUMERICS_END

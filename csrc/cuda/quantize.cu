@@ -38,9 +38,9 @@ __device__ void block_scales(const QuantizeArgs& a, const Tiling& g, const Tile&
     mult[b] = scale.multiplier;
     const int64_t at = row * g.scale_cols + col;
     if constexpr (rule == ScaleRule::fp32)
-      static_cast<float*>(a.out.scale)[at] = scale.fp32;
+      static_cast<float*>(a.out.scale)[at] = bits_float(scale.stored);
     else
-      static_cast<uint8_t*>(a.out.scale)[at] = scale.byte;
+      static_cast<uint8_t*>(a.out.scale)[at] = static_cast<uint8_t>(scale.stored);
   });
 }
 

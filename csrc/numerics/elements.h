@@ -49,25 +49,26 @@ struct F16 {
 };
 
 // FP32 -> code, nearest even, saturating. Branch-free, so that loops over it vectorise.
+//
+// Let 2^e be the power of two of |x|, but at least the type's smallest normal number. Codes around |x| are then
+// 2^(e - mantissa) apart. Adding M = 2^(e + 23 - mantissa), whose last bit is worth that much, makes the FP32 adder round
+// |x| to it, ties to even, and leaves n = |x| / 2^(e - mantissa) in the sum's low bits. The code is n plus one mantissa
+// range for every power of two above the smallest: n carries into the exponent where |x| rounds up to 2^(e + 1), and is
+// the code itself where |x| is subnormal.
 template <class E>
 MH_HD uint32_t encode(float x) {
-  constexpr int kShift = 23 - E::kMantissa;  // FP32 mantissa bits that are rounded away
+  constexpr int kShift = 23 - E::kMantissa;
   constexpr int32_t kMinNormal = (128 - E::kBias) << 23;
-  // A float whose last bit is worth the type's smallest step 2^(1 - bias - mantissa): adding it makes the FP32 adder
-  // round to that step, and the sum's low bits are the subnormal code.
-  constexpr int32_t kMagic = (127 + 1 - E::kBias - E::kMantissa + 23) << 23;
+  constexpr uint32_t kMagnitude = (1u << (E::kBits - 1)) - 1;
 
   const uint32_t bits = float_bits(x);
   const int32_t abs = static_cast<int32_t>(bits) & kAbsMask;
   const int32_t a = abs < E::kMaxBits ? abs : E::kMaxBits;
-  // Adding half a step less one, plus the bit that would be last, rounds ties to even. A carry out of the mantissa
-  // moves into the exponent, which is what rounding up to the next power of two is.
-  const int32_t odd = (a >> kShift) & 1;
-  const int32_t normal = ((a + (1 << (kShift - 1)) - 1 + odd) >> kShift) - ((127 - E::kBias) << E::kMantissa);
-  const int32_t subnormal =
-      static_cast<int32_t>(float_bits(bits_float(static_cast<uint32_t>(a)) + bits_float(kMagic))) - kMagic;
-  const uint32_t magnitude = static_cast<uint32_t>(a < kMinNormal ? subnormal : normal);
-  const uint32_t code = magnitude | ((bits >> 31) << (E::kBits - 1));
+  const int32_t power = max_bits(a & kInfBits, kMinNormal);
+  const int32_t m = power + (kShift << 23);
+  const int32_t sum = static_cast<int32_t>(float_bits(bits_float(static_cast<uint32_t>(a)) + bits_float(static_cast<uint32_t>(m))));
+  const int32_t magnitude = sum - m + ((power - kMinNormal) >> kShift);
+  const uint32_t code = (static_cast<uint32_t>(magnitude) & kMagnitude) | ((bits >> (32 - E::kBits)) & ~kMagnitude);
   return abs > kInfBits ? E::kNan : code;
 }
 
@@ -94,6 +95,7 @@ struct Float32 {
 
 struct BFloat16 {
   using Raw = uint16_t;
+  static constexpr uint32_t kInf = 0x7f80;
   static MH_HD float load(Raw r) { return bits_float(static_cast<uint32_t>(r) << 16); }
   static MH_HD Raw store(float x) {
     const uint32_t bits = float_bits(x);
@@ -104,6 +106,7 @@ struct BFloat16 {
 
 struct Float16 {
   using Raw = uint16_t;
+  static constexpr uint32_t kInf = F16::kSpecial;
   static MH_HD float load(Raw r) { return decode<F16>(r); }
   static MH_HD Raw store(float x) { return static_cast<Raw>(encode<F16>(x)); }
 };

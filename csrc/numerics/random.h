@@ -5,18 +5,28 @@
 
 MH_NUMERICS_BEGIN
 
-// Philox 4x32 with 10 rounds: counter and key to four random words.
-struct Philox {
-  uint32_t c0, c1, c2, c3;
+// Arithmetic of 32-bit words W. The CPU loops specialise it for vectors of words.
+template <class W>
+struct WordOps {
+  static MH_HD uint64_t product(W a, uint32_t b) { return static_cast<uint64_t>(a) * b; }
+  static MH_HD W high(uint64_t p) { return static_cast<W>(p >> 32); }
+  static MH_HD W low(uint64_t p) { return static_cast<W>(p); }
 };
 
-MH_HD Philox philox_4x32_10(Philox c, uint32_t k0, uint32_t k1) {
+// Philox 4x32 with 10 rounds: counter and key to four random words.
+template <class W>
+struct Philox {
+  W c0, c1, c2, c3;
+};
+
+template <class W>
+MH_HD Philox<W> philox_4x32_10(Philox<W> c, uint32_t k0, uint32_t k1) {
+  using Ops = WordOps<W>;
   MH_UNROLL
   for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c.c0;
-    const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c.c2;
-    c = Philox{static_cast<uint32_t>(p1 >> 32) ^ c.c1 ^ k0, static_cast<uint32_t>(p1),
-               static_cast<uint32_t>(p0 >> 32) ^ c.c3 ^ k1, static_cast<uint32_t>(p0)};
+    const auto p0 = Ops::product(c.c0, 0xD2511F53u);
+    const auto p1 = Ops::product(c.c2, 0xCD9E8D57u);
+    c = Philox<W>{Ops::high(p1) ^ c.c1 ^ k0, Ops::low(p1), Ops::high(p0) ^ c.c3 ^ k1, Ops::low(p0)};
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
@@ -35,34 +45,37 @@ MH_HD RandomKey random_key(const int64_t* rng, int axis) {
                    static_cast<uint32_t>(rng[kCounter]), static_cast<uint32_t>(axis)};
 }
 
-// The eight draws of elements 8 * group ... 8 * group + 7.
-MH_HD Philox random_words(const RandomKey& key, uint64_t group) {
-  return philox_4x32_10(Philox{static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32), key.counter, key.direction},
-                        key.seed, key.tensor_id);
+// The draws of elements 8 * group ... 8 * group + 7, `group` given as its low and high word.
+template <class W>
+MH_HD Philox<W> random_words(const RandomKey& key, W group_low, W group_high) {
+  const W zero = group_low ^ group_low;
+  const Philox<W> counter{group_low, group_high, zero + key.counter, zero + key.direction};
+  return philox_4x32_10(counter, key.seed, key.tensor_id);
 }
 
 MH_HD uint32_t random_draw(const RandomKey& key, uint64_t index) {
-  const Philox w = random_words(key, index / kDrawsPerCall);
+  const uint64_t group = index / kDrawsPerCall;
+  const auto w = random_words(key, static_cast<uint32_t>(group), static_cast<uint32_t>(group >> 32));
   const int lane = static_cast<int>(index % kDrawsPerCall);
   const uint32_t low = lane & 2 ? w.c1 : w.c0, high = lane & 2 ? w.c3 : w.c2;
   return ((lane & 4 ? high : low) >> (lane & 1 ? 16 : 0)) & 0xffffu;
 }
 
 // x is the scaled element, u its 16 random bits. Between neighbouring magnitudes lo <= |x| <= hi, takes hi when
-// u < floor(65536 * (|x| - lo) / (hi - lo)). Every step is exact: the difference because lo <= |x| <= 2 lo (or lo = 0),
-// the rest because hi - lo is a power of two.
+// u < f = floor(65536 * (|x| - lo) / (hi - lo)).
+//
+// w holds lo's code above f, 16 bits each. From 1 up, lo is |x| without its low 22 mantissa bits and those are
+// (|x| - lo) / (hi - lo) in units of 2^-22: w is the bits of |x|, shifted. Below 1 the step is 1/2, so w counts units of
+// 2^-17; the product is exact and the conversion truncates. Adding 65535 - u carries into the code exactly when u < f.
 MH_HD uint32_t encode_e2m1_stochastic(float x, uint32_t u) {
+  constexpr int32_t kOne = 0x3f800000, kOneShifted = (kOne >> 6) - (2 << 16);  // 1.0 has code 2
   const uint32_t bits = float_bits(x);
   const int32_t abs = static_cast<int32_t>(bits) & kAbsMask;
   const int32_t a = abs < E2M1::kMaxBits ? abs : E2M1::kMaxBits;
-  const float v = bits_float(static_cast<uint32_t>(a));
-  const int32_t truncated = (a >> 22) - (126 << 1);         // codes 2..7, v >= 1
-  const int32_t code = v < 1.0f ? (v >= 0.5f ? 1 : 0) : truncated;
-  const float lo = decode<E2M1>(static_cast<uint32_t>(code));
-  const float per_step = v < 2.0f ? 131072.0f : (v < 4.0f ? 65536.0f : 32768.0f);  // 65536 / (hi - lo)
-  const int32_t f = static_cast<int32_t>((v - lo) * per_step);
-  const int32_t rounded = code + (static_cast<int32_t>(u) < f ? 1 : 0);
-  const uint32_t signed_code = static_cast<uint32_t>(rounded) | ((bits >> 31) << 3);
+  const int32_t below_one = static_cast<int32_t>(bits_float(static_cast<uint32_t>(a)) * 131072.0f);
+  const int32_t w = a < kOne ? below_one : (a >> 6) - kOneShifted;
+  const int32_t code = (w + 65535 - static_cast<int32_t>(u)) >> 16;
+  const uint32_t signed_code = static_cast<uint32_t>(code) | ((bits >> 31) << 3);
   return abs > kInfBits ? E2M1::kNan : signed_code;
 }
 

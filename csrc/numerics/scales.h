@@ -62,11 +62,10 @@ MH_HD float nvfp4_multiplier(uint32_t scale, float enc) {
 
 // --- all rules under one call ----------------------------------------------------------------------------------------
 
-// A block's scale: what is stored (a byte, or FP32 decode scale) and what its elements are multiplied by.
+// A block's scale: what its elements are multiplied by, and what is stored: a byte, or the bits of an FP32 decode scale.
 struct BlockScale {
   float multiplier;
-  float fp32;
-  uint8_t byte;
+  uint32_t stored;
 };
 
 MH_HD float element_max(Element e) {
@@ -81,20 +80,16 @@ MH_HD float element_max_inv(Element e) {
 // `enc` is the outer encode scale; only NVFP4 reads it.
 template <ScaleRule rule>
 MH_HD BlockScale block_scale(const FormatSpec& spec, float amax, float enc) {
-  BlockScale out{};
   if constexpr (rule == ScaleRule::fp32) {
-    out.multiplier = fp32_encode_scale(amax, element_max(spec.element), spec.eps, spec.pow2);
-    out.fp32 = 1.0f / out.multiplier;
+    const float multiplier = fp32_encode_scale(amax, element_max(spec.element), spec.eps, spec.pow2);
+    return BlockScale{multiplier, float_bits(1.0f / multiplier)};
   } else if constexpr (rule == ScaleRule::e8m0) {
     const uint32_t code = e8m0_encode(amax * element_max_inv(spec.element));
-    out.multiplier = e8m0_multiplier(code);
-    out.byte = static_cast<uint8_t>(code);
+    return BlockScale{e8m0_multiplier(code), code};
   } else {
     const uint32_t code = nvfp4_scale(amax, enc);
-    out.multiplier = nvfp4_multiplier(code, enc);
-    out.byte = static_cast<uint8_t>(code);
+    return BlockScale{nvfp4_multiplier(code, enc), code};
   }
-  return out;
 }
 
 // Formats whose scale comes from an amax known before the cast: a tensor's, or a row's.
