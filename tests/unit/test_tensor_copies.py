@@ -34,7 +34,7 @@ def test_p11_detach_is_a_new_tensor_over_the_same_buffers(fmt, held):
     other.clear(columnwise=False)
     assert other.rowwise is None and (other.columnwise is not None) == held[1]
     t.detach().update(tensor(seed=1), **keys(q))
-    assert all(mine != old for mine, old in zip([], [])) and addresses(t) == {a for _, a in before.values()}
+    assert addresses(t) == {a for _, a in before.values()}
     if any(held):
         assert any(not torch.equal(b, before[s.direction, n][0]) for s in storages(t) for n, b in s.buffers().items())
 

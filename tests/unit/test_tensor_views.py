@@ -90,8 +90,9 @@ def matrix_pieces(t):
         yield t[index], x[index], index
 
 
-@pytest.mark.parametrize("held", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt,held", [
+    *((f, (True, True)) for f in FORMATS), *((f, (True, False)) for f in VARIED), *((f, (False, True)) for f in VARIED),
+])  # fmt: skip
 def test_p14_pieces_decode_to_pieces_of_the_decode(fmt, held):
     t = quantize(both(fmt), tensor(ALIGNED), rowwise=held[0], columnwise=held[1])
     for piece, expected, index in matrix_pieces(t):
