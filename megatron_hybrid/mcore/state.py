@@ -38,7 +38,7 @@ def sharded(module, tensors: dict, prefix: str, offsets, metadata) -> dict:
     return tensors
 
 
-def _possible_keys(role, name: str) -> tuple[str, str]:
+def possible_keys(role, name: str) -> tuple[str, str]:
     """Where a checkpoint may hold a history: a layer a key, or stacked."""
     apart = f"{role.name}.{PREFIX}{name}"
     if role.layer is None:
@@ -61,7 +61,7 @@ def note_missing(runtimes, args) -> None:
     total = missing = 0
     for runtime in stateful:
         shapes = {
-            name: {found.get(key) for key in _possible_keys(runtime.role, name)} for name in runtime._buffers
+            name: {found.get(key) for key in possible_keys(runtime.role, name)} for name in runtime._buffers
         }
         runtime.missing_state = {n for n, shape in shapes.items() if tuple(runtime._buffers[n].shape) not in shape}
         total, missing = total + len(shapes), missing + len(runtime.missing_state)
