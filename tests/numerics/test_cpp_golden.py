@@ -34,8 +34,8 @@ def entries():
                     yield file, case, name, d
 
 
-def cast(x, fmt, direction, transposed):
-    """Codes (one a byte, (M, K) orientation), stored scales and amax of one cast."""
+def cast(x, fmt, direction, transposed, rng=None):
+    """Codes (one a byte, (M, K) orientation), stored scales, amax and payload of one cast."""
     M, K = x.shape
     amax_shape = fmt.amax_shape(M, K, direction)
     amax = None if amax_shape is None else kernels.amax(x, fmt, direction, torch.full(amax_shape, -1.0))
@@ -43,7 +43,7 @@ def cast(x, fmt, direction, transposed):
     qdata = torch.full((outer, -(-inner * fmt.bits // 8)), 0xAA, dtype=torch.uint8)
     dtype = torch.float32 if fmt.scale == "fp32" else torch.uint8
     scale = torch.full(fmt.scale_shape(M, K, direction), 77, dtype=dtype)
-    kernels.quantize(x, fmt, direction, qdata=qdata, scale=scale, amax=amax, transposed=transposed)
+    kernels.quantize(x, fmt, direction, qdata=qdata, scale=scale, amax=amax, transposed=transposed, rng=rng)
     codes = qdata
     if fmt.bits == 4:
         codes = torch.stack((qdata & 15, qdata >> 4), dim=-1).flatten(1)
