@@ -14,6 +14,7 @@ Megatron's training calls the same object through its hooks.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
@@ -24,6 +25,7 @@ from .recipe import Recipe
 from .recipe_callable import as_recipe
 from .roles import ModuleRole
 from .runtime import LinearRuntime, RandomKeys
+from .scaling import update_states
 
 
 class Controller:
@@ -70,10 +72,12 @@ class Controller:
         if group is not None:
             amaxes = torch.stack([state.history[0] for _, state in states])
             torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
-            for (_, state), amax in zip(states, amaxes):
-                state.history[0] = amax
+            torch._foreach_copy_([state.history[0] for _, state in states], list(amaxes.unbind()))
+        together = defaultdict(list)
         for fmt, state in states:
-            state.update(fmt)
+            together[fmt, state.scale.device].append(state)
+        for (fmt, _), same in together.items():
+            update_states(fmt, same)
 
     def invalidate(self) -> None:
         """Drop cached quantized weights: call it after writing to a weight inside a step."""

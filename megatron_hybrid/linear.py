@@ -33,6 +33,11 @@ class Communication:
         """The full input of the GEMMs from this rank's."""
         return x
 
+    def start_gather(self, x: torch.Tensor):
+        """Start `gather_input`; returns a function that waits and gives the full input."""
+        full = self.gather_input(x)
+        return lambda: full
+
     def reduce_dgrad(self, dx: torch.Tensor):
         """Start the reduction of the input gradient; returns a function that waits and gives the result."""
         return lambda: dx
@@ -143,13 +148,16 @@ class HybridLinearFunction(torch.autograd.Function):
         call, comm, weight, needs = ctx.call, ctx.call.comm, ctx.weight, ctx.needs_input_grad
         x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
         finish_dx, dw, db = (lambda: None), None, None
+        gathers = needs[1] and comm.keeps_local_input
+        if gathers:  # first on the wire: it runs during dgrad, and leaves the reduction after it to run during wgrad
+            gathered_x = comm.start_gather(x_kept)
         dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy, rowwise=needs[0], columnwise=needs[1])
         if needs[0]:
             dx = dgrad(call, dy_row, w_kept, ctx.dtype)
             finish_dx = comm.reduce_dgrad(dx.view(ctx.shape))
         if needs[1]:
-            if comm.keeps_local_input:
-                x_kept = comm.gather_input(x_kept)
+            if gathers:
+                x_kept = gathered_x()
             main_grad = getattr(weight, "main_grad", None)
             dw = wgrad(call, dy_col, x_kept, weight.dtype, accumulate_into=main_grad)
             dw = dw if main_grad is None else placeholder_gradient(weight)

@@ -44,14 +44,22 @@ class DelayedState:
 
     def update(self, fmt: Format) -> None:
         """End of a step: the next scale from the history, then roll it by one to the higher index."""
-        h = self.history
-        amax = h.max() if fmt.option("algo") == "max" else h[0]
-        # tensor / tensor: torch turns `number / tensor` into a reciprocal and a product, which rounds twice
-        scale = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0 ** -fmt.option("margin")) / amax
-        usable = torch.isfinite(amax) & (amax > 0)
-        self.scale.copy_(torch.where(usable, scale.clamp(max=FLT_MAX), self.scale))
-        h.copy_(torch.roll(h, 1))
-        h[0] = 0
+        update_states(fmt, [self])
+
+
+def update_states(fmt: Format, states: list[DelayedState]) -> None:
+    """`DelayedState.update` of many states of one format on one device, in as many kernels as for one."""
+    histories = torch.stack([state.history for state in states])
+    scales = torch.stack([state.scale for state in states])
+    amax = histories.amax(dim=1) if fmt.option("algo") == "max" else histories[:, 0]
+    # tensor / tensor: torch turns `number / tensor` into a reciprocal and a product, which rounds twice
+    scale = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0 ** -fmt.option("margin")) / amax
+    usable = torch.isfinite(amax) & (amax > 0)
+    scale = torch.where(usable, scale.clamp(max=FLT_MAX), scales)
+    rolled = torch.roll(histories, 1, dims=1)
+    rolled[:, 0] = 0
+    torch._foreach_copy_([state.scale for state in states], list(scale.unbind()))
+    torch._foreach_copy_([state.history for state in states], list(rolled.unbind()))
 
 
 class Rng:

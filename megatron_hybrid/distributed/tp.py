@@ -43,9 +43,18 @@ class SequenceParallel(Communication):
         self.group = group
 
     def gather_input(self, x: torch.Tensor) -> torch.Tensor:
+        return self.start_gather(x)()
+
+    def start_gather(self, x: torch.Tensor):
+        x = x.contiguous()
         full = torch.empty(x.shape[0] * self.group.size(), *x.shape[1:], dtype=x.dtype, device=x.device)
-        dist.all_gather_into_tensor(full, x.contiguous(), group=self.group)
-        return full
+        work = dist.all_gather_into_tensor(full, x, group=self.group, async_op=True)
+
+        def finish(_keep_alive=x):
+            work.wait()
+            return full
+
+        return finish
 
     def reduce_dgrad(self, dx: torch.Tensor):
         local = torch.empty(dx.shape[0] // self.group.size(), *dx.shape[1:], dtype=dx.dtype, device=dx.device)
