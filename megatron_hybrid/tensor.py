@@ -113,7 +113,7 @@ class HybridTensor(torch.Tensor):
     @classmethod
     def _wrap(cls, row, col, quantizer, dtype, size, stride, offset, *, device, matrix, stale, shared):
         held = row if row is not None else col
-        device = device or (held.device if held is not None else torch.device("cpu"))
+        device = held.device if held is not None else device or torch.device("cpu")  # "cuda" has no index, buffers do
         t = torch.Tensor._make_wrapper_subclass(
             cls, size, strides=stride, storage_offset=offset if stride else None, dtype=dtype, device=device
         )
@@ -203,7 +203,8 @@ class HybridTensor(torch.Tensor):
                     return s
         if direction is not None or not held:
             found = ", ".join(s.direction for s in held) or "nothing"
-            raise ValueError(f"dequantize: the tensor has no {direction or 'rowwise or columnwise'} payload, it holds {found}")
+            wanted = direction or "rowwise or columnwise"
+            raise ValueError(f"dequantize: the tensor has no {wanted} payload, it holds {found}")
         fresh = [s for s in held if s.direction not in self._stale]
         return min(fresh or held, key=lambda s: s.format.exactness)
 
@@ -256,7 +257,8 @@ class HybridTensor(torch.Tensor):
         """`src` as the (M, K) to cast, checked."""
         self._check_castable()
         if not isinstance(src, torch.Tensor) or isinstance(src, HybridTensor):
-            raise ValueError(f"update takes a plain high-precision tensor, found {type(src).__name__}; see copy_ and dequantize()")
+            found = type(src).__name__
+            raise ValueError(f"update takes a plain high-precision tensor, found {found}; see copy_ and dequantize()")
         if src.shape != self.shape or src.device != self.device:
             raise ValueError(
                 f"update: expected shape {tuple(self.shape)} on {self.device}, found {tuple(src.shape)} on {src.device}"
@@ -306,7 +308,8 @@ class HybridTensor(torch.Tensor):
     @data.setter
     def data(self, new):
         if not isinstance(new, HybridTensor):
-            raise ValueError(f".data of a HybridTensor takes a HybridTensor, found {type(new).__name__}; use update() or copy_()")
+            found = type(new).__name__
+            raise ValueError(f".data of a HybridTensor takes a HybridTensor, found {found}; use update() or copy_()")
         torch.Tensor.data.__set__(self, new)
         for name in HybridTensor.__slots__:
             setattr(self, name, getattr(new, name))

@@ -224,7 +224,8 @@ def _to_copy(
     """Another device, or another nominal dtype (quantized bytes stay; a high-precision payload is cast)."""
     dtype = dtype or t.dtype
     if dtype not in SOURCE_DTYPES:
-        raise NotImplementedError(f"{func} to {dtype} has no meaning for HybridTensor({t.describe()}): call .dequantize()")
+        what = f"HybridTensor({t.describe()})"
+        raise NotImplementedError(f"{func} to {dtype} has no meaning for {what}: call .dequantize()")
     out = _geometry(func, t, memory_format=memory_format)
 
     def move(s: QuantizedStorage) -> QuantizedStorage:
