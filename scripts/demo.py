@@ -40,7 +40,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--recipe", default=DEFAULT_RECIPE, help="a recipe's name or file (default %(default)s)")
     parser.add_argument("--compare", action="store_true", help=f"also train with {REFERENCE_RECIPE}, plot and compare both")
-    parser.add_argument("--iterations", type=int, default=300, help="(default %(default)s)")
+    parser.add_argument("--iterations", type=int, default=400, help="(default %(default)s)")
     parser.add_argument(
         "--resume-iterations", type=int, default=10, metavar="K",
         help="run the last K iterations again from a checkpoint; 0: leave that out (default %(default)s)",
@@ -72,7 +72,9 @@ def _partition(items: list[str], mark: str) -> tuple[list[str], bool, list[str]]
 def prepare(args: argparse.Namespace) -> tuple[Path, str, Entropies]:
     """The demo's data: its prefix, a key of its content, and its entropies."""
     prefix = args.data / "stdlib"
-    flags = ["--stdlib", "--max-mib", str(args.max_mib), "--output", str(prefix)]
+    # small documents, so that the little validation text is drawn from many files
+    flags = ["--stdlib", "--max-mib", str(args.max_mib), "--max-document-kib", "8", "--split", "0.98,0.02"]
+    flags += ["--output", str(prefix)]
     result, tokenizer = prepare_data.run(prepare_data.parse_args(flags))
     prepare_data.print_report(result, tokenizer)
     assert result.entropies is not None
