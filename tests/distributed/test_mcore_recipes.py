@@ -1,0 +1,157 @@
+"""Every shipped recipe through Megatron's pretrain(), and what steps, microbatches and ranks mean to them.
+
+All runs are forks of one launch of two CPU ranks.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from mcore_cases import ITERATIONS, MODEL, MOCK, SCRIPT, TP2, Case, metrics, run_cases
+
+import megatron_hybrid as mh
+
+pytestmark = pytest.mark.dist
+
+LATE = "nvfp4_late_bf16_fprop"  # its switch is moved to the first iteration after the checkpoint
+EXPERTS = "nvfp4_rowscaled_fprop_mxfp8_bwd"
+RECIPES = [name for name, _ in mh.list_recipes() if name != EXPERTS]
+MIDDLE = ITERATIONS // 2
+# everything that depends on steps, microbatches and ranks in one recipe
+BOTH = """version: 1
+name: both
+defaults:
+  fprop: "fp8_delayed_e4m3:history=4"
+  dgrad: {grad_output: "nvfp4:sr", weight: nvfp4}
+  wgrad: {grad_output: "nvfp4:rht,sr", input: "nvfp4:rht"}
+rules:
+  - match: {layers: "first:1"}
+    use: {fprop: mxfp8_e4m3}
+  - match: {steps: "4:"}
+    use: {dgrad: mxfp8_e4m3}
+"""
+# most recipes for NVFP4 leave the first and the last layer alone
+THREE = [*MODEL, "--num-layers", "3"]
+# four layers, four microbatches a step
+DEEP = [*MODEL, "--num-layers", "4", "--micro-batch-size", "2", "--hq-recipe", "{folder}/both.yaml"]
+PIPELINE = ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"]
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+FROM_ONE = ["--load", "{folder}/one", "--ckpt-step", "2", "--no-load-optim", "--no-load-rng"]
+
+
+def run(name: str, *flags: str, model=THREE, ranks: int | None = None) -> Case:
+    return Case(name, [SCRIPT, *model, *MOCK, "--hq-metrics-file", f"{{folder}}/{name}.metrics", *flags], ranks)
+
+
+def whole_and_resumed(recipe: str) -> list[Case]:
+    chosen = ["--hq-recipe", f"{{folder}}/{LATE}.yaml" if recipe == LATE else recipe, *TP2]
+    checkpoints = f"{{folder}}/{recipe}"
+    return [
+        run(recipe, *chosen, "--save", checkpoints, "--save-interval", str(MIDDLE)),
+        run(f"{recipe}_resumed", *chosen, "--load", checkpoints, "--ckpt-step", str(MIDDLE)),
+    ]
+
+
+CASES = [
+    *(case for recipe in RECIPES for case in whole_and_resumed(recipe)),
+    run("experts", "--hq-recipe", EXPERTS, *TP2),
+    run("tp1", "--hq-recipe", "fp8_delayed", "--load", "{folder}/fp8_delayed", "--ckpt-step", str(MIDDLE),
+        "--no-load-optim", "--no-load-rng", "--make-vocab-size-divisible-by", "128", ranks=1),
+    run("fresh", "--hq-recipe", "fp8_delayed", "--hq-switch-recipe", *TP2, "--load", "{folder}/mxfp8",
+        "--ckpt-step", str(MIDDLE)),
+    run("one", "--save", "{folder}/one", "--save-interval", "2", model=DEEP, ranks=1),
+    run("one_again", *FROM_ONE, model=DEEP, ranks=1),
+    run("data_parallel", *FROM_ONE, model=DEEP),
+    run("pipeline", *FROM_ONE, *PIPELINE, "--save", "{folder}/pipeline", "--save-interval", "3", model=DEEP),
+    run("pipeline_recomputed", *FROM_ONE, *PIPELINE, *RECOMPUTE, model=DEEP),
+    run("pipeline_resumed", *PIPELINE, "--load", "{folder}/pipeline", "--ckpt-step", "3", model=DEEP),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("recipes")
+    late = mh.Recipe.load(LATE).to_dict()
+    for rule in late["rules"]:
+        if "steps" in rule["match"]:
+            rule["match"]["steps"] = f"{MIDDLE + 1}:"
+    (folder / f"{LATE}.yaml").write_text(json.dumps(late))
+    (folder / "both.yaml").write_text(BOTH)
+    return folder, run_cases(CASES, folder, timeout=900)
+
+
+def numbers(runs, name: str) -> dict[int, dict]:
+    return metrics(runs[0] / f"{name}.metrics")
+
+
+def same(found: dict[int, dict], expected: dict[int, dict]) -> None:
+    for iteration, entry in found.items():
+        for key in entry.keys() - {"ms"}:
+            assert entry[key] == expected[iteration][key], (iteration, key)
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name != "experts"])
+def test_runs_to_the_end(runs, name):
+    case = runs[1][name]
+    assert case.exit == [0] * (case.ranks or 2), case.output[0][-3000:]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_trains_and_resumes_bit_for_bit(runs, recipe):
+    whole, resumed = numbers(runs, recipe), numbers(runs, f"{recipe}_resumed")
+    assert sorted(whole) == list(range(1, ITERATIONS + 1)) and sorted(resumed) == list(whole)[MIDDLE:]
+    for entry in whole.values():
+        assert 0 < entry["loss"] < 6 and 0 < entry["grad_norm"] < 100
+    assert whole[ITERATIONS]["loss"] < whole[1]["loss"] and 0 < whole[ITERATIONS]["valid_loss"] < 6
+    same(resumed, whole)
+
+
+def test_recipes_differ(runs):
+    losses = {recipe: numbers(runs, recipe)[ITERATIONS]["loss"] for recipe in RECIPES}
+    assert len(set(losses.values())) == len(losses), losses
+
+
+def test_a_recipe_for_experts_says_that_there_are_none(runs):
+    case = runs[1]["experts"]
+    assert case.exit == [2, 2] and "grouped_linear" in case.output[0] and "Traceback" not in case.output[0]
+
+
+def test_step_rules_take_effect_exactly_at_the_step(runs):
+    late, always = numbers(runs, LATE), numbers(runs, "nvfp4")
+    for iteration in range(1, MIDDLE + 1):
+        assert late[iteration]["loss"] == always[iteration]["loss"]
+        assert late[iteration]["grad_norm"] == always[iteration]["grad_norm"]
+    assert late[MIDDLE + 1]["loss"] != always[MIDDLE + 1]["loss"]
+    assert f"from iteration {MIDDLE + 1} on" in runs[1][LATE].output[0]
+
+
+def test_delayed_scaling_resharded_from_two_ranks_to_one(runs):
+    whole, tp1 = numbers(runs, "fp8_delayed")[MIDDLE + 1], numbers(runs, "tp1")[MIDDLE + 1]
+    assert tp1["loss"] == pytest.approx(whole["loss"], rel=1e-4)
+    assert tp1["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-2)
+    assert "tensors of delayed scaling" not in runs[1]["tp1"].output[0]
+
+
+def test_delayed_scaling_starts_fresh_where_the_checkpoint_has_none(runs):
+    assert "tensors of delayed scaling; they start fresh" in runs[1]["fresh"].output[0]
+    assert 0 < numbers(runs, "fresh")[ITERATIONS]["loss"] < 6
+
+
+def test_random_bits_and_scales_do_not_depend_on_data_parallel_ranks_or_pipeline_stages(runs):
+    expected = numbers(runs, "one_again")
+    for name in ("data_parallel", "pipeline"):
+        found = numbers(runs, name)
+        for iteration in (3, 4):
+            assert found[iteration]["loss"] == pytest.approx(expected[iteration]["loss"], rel=1e-6), (name, iteration)
+            assert found[iteration]["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=1e-5)
+
+
+def test_recomputation_in_an_interleaved_pipeline_repeats_the_forward(runs):
+    same(numbers(runs, "pipeline_recomputed"), numbers(runs, "pipeline"))
+
+
+def test_interleaved_pipeline_resumes_bit_for_bit(runs):
+    resumed = numbers(runs, "pipeline_resumed")
+    assert sorted(resumed) == [4]
+    same(resumed, numbers(runs, "pipeline"))
