@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import runpy
 import signal
 import socket
@@ -27,6 +28,7 @@ from megatron_hybrid.patches import cpu_device
 
 cpu_device.install()
 
+import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async  # noqa: E402
 import megatron.training  # noqa: E402, F401
 import megatron.training.argument_utils  # noqa: E402, F401
 import megatron.training.arguments  # noqa: E402, F401
@@ -51,6 +53,8 @@ def become(case: dict, ranks: int, port: int, output: Path) -> None:
     for name in [n for n in os.environ if n.startswith("TORCHELASTIC")]:
         del os.environ[name]
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
+    # Megatron starts a process for this queue in every run that saves, which imports everything again
+    filesystem_async._results_queue = queue.Queue()
     sys.argv = [word for word in case["argv"] if word != "-m"]
     sys.path[0] = str(Path(sys.argv[0]).resolve().parent)
 
@@ -76,11 +80,19 @@ def wait_for(pid: int, seconds: float) -> int:
     while time.monotonic() < deadline:
         done, status = os.waitpid(pid, os.WNOHANG)
         if done:
+            end_group(pid)  # what the case left behind: Megatron's checkpoint writers outlive an `os._exit`
             return os.waitstatus_to_exitcode(status)
         time.sleep(0.05)
-    os.killpg(pid, signal.SIGKILL)
+    end_group(pid)
     os.waitpid(pid, 0)
     return 124
+
+
+def end_group(pid: int) -> None:
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
 
 
 def main() -> None:

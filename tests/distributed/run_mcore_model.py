@@ -10,121 +10,26 @@ import sys
 import traceback
 from pathlib import Path
 
+import mcore_model_steps
 import torch
 import torch.distributed as dist
+from mcore_model_common import (
+    MIXED, VOCAB, B, F, H, S, bf16, build, config, linear, losses, parallel, rank, shard, summed,
+)  # fmt: skip
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-from megatron_hybrid.patches import cpu_device
-
-cpu_device.install()
-
-from megatron.core import mpu, tensor_parallel  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # noqa: E402
-from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
-from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig  # noqa: E402
-from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
-from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
-from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
-from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig  # noqa: E402
-
-from megatron_hybrid import HybridQuantizer, Recipe, RecipeError, list_recipes  # noqa: E402
-from megatron_hybrid.linear import LOCAL, hybrid_linear  # noqa: E402
-from megatron_hybrid.mcore import driver, run, state  # noqa: E402
-from megatron_hybrid.mcore.attention import HybridDotProductAttention  # noqa: E402
-from megatron_hybrid.mcore.layers import HybridColumnParallelLinear, HybridRowParallelLinear  # noqa: E402
-from megatron_hybrid.mcore.modules import enumerate_modules  # noqa: E402
-from megatron_hybrid.mcore.norm import HybridNorm  # noqa: E402
-from megatron_hybrid.mcore.recipe_hook import carry  # noqa: E402
-from megatron_hybrid.mcore.spec import HybridLayerSpec  # noqa: E402
-from megatron_hybrid.plan import PlanError  # noqa: E402
-from megatron_hybrid.runtime import RandomKeys  # noqa: E402
-
-S, B, H, F, LAYERS, VOCAB = 16, 2, 64, 96, 2, 128
-MIXED = "mxfp8_fprop_nvfp4_bwd"
-
-
-def parallel(tp: int = 1, pp: int = 1) -> None:
-    """The process groups of a layout, and the same random numbers.
-
-    Groups are kept while the layout stays: gloo starts threads for each, and they outlive Megatron's `destroy`.
-    """
-    held = mpu.model_parallel_is_initialized() and (
-        mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size()
-    )  # fmt: skip
-    if held != (tp, pp):
-        if held:
-            mpu.destroy_model_parallel()
-        mpu.initialize_model_parallel(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp)
-    tensor_parallel.model_parallel_cuda_manual_seed(7)
-    torch.manual_seed(7)
-
-
-def config(**changes) -> TransformerConfig:
-    settings = dict(
-        num_layers=LAYERS,
-        hidden_size=H,
-        ffn_hidden_size=F,
-        num_attention_heads=4,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        bias_activation_fusion=False,
-        masked_softmax_fusion=False,
-        tensor_model_parallel_size=mpu.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=mpu.get_pipeline_model_parallel_world_size(),
-    )
-    return TransformerConfig(**{**settings, **changes})
-
-
-def build(recipe, spec=None, **changes):
-    model_config = GPTModelConfig(
-        transformer=config(**changes),
-        transformer_layer_spec=spec or HybridLayerSpec(recipe),
-        vocab_size=VOCAB,
-        seq_length=S,
-        position_embedding_type="rope",
-    )
-    builder = GPTModelBuilder(model_config)
-    groups = ProcessGroupCollection.use_mpu_process_groups()
-    return builder.build_distributed_models(groups, wrap_with_ddp=False)[0]
-
-
-def linear(cls, recipe: str, size_in: int, size_out: int, **changes):
-    cfg = config(**changes)
-    kind = dict(gather_output=False) if cls is HybridColumnParallelLinear else dict(input_is_parallel=True)
-    init = torch.nn.init.normal_
-    module = cls(size_in, size_out, config=cfg, init_method=init, bias=False, skip_bias_add=False, **kind)
-    quantization = carry(Recipe.load(recipe))
-    module.hq_layer = 1
-    module.finish_init(
-        QuantizationConfig(
-            quantization.configs["megatron_hybrid"], MatchContext("decoder.layers.0.mlp.linear_fc1", 0), "megatron_hybrid"
-        )
-    )
-    return module
-
-
-def rank() -> int:
-    return dist.get_rank()
-
-
-def bf16(*shape, seed=0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
-
-
-def summed(x: torch.Tensor) -> torch.Tensor:
-    x = x.clone()
-    dist.all_reduce(x)
-    return x
-
-
-def shard(x: torch.Tensor, dim: int) -> torch.Tensor:
-    return x.chunk(2, dim)[rank()].contiguous()
+from megatron_hybrid import Recipe, RecipeError, list_recipes
+from megatron_hybrid.linear import LOCAL, hybrid_linear
+from megatron_hybrid.mcore import driver, run
+from megatron_hybrid.mcore.attention import HybridDotProductAttention
+from megatron_hybrid.mcore.layers import HybridColumnParallelLinear, HybridRowParallelLinear
+from megatron_hybrid.mcore.modules import enumerate_modules
+from megatron_hybrid.mcore.norm import HybridNorm
+from megatron_hybrid.mcore.spec import HybridLayerSpec
 
 
 def check_column(sequence_parallel: bool, recipe: str) -> None:
@@ -269,12 +174,6 @@ def check_attention():
     assert out.abs().max() == 0 and out.requires_grad
 
 
-def losses(model) -> torch.Tensor:
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(3))
-    positions = torch.arange(S).expand(B, S)
-    return model(tokens, positions, None, labels=tokens.roll(-1, 1))
-
-
 def check_every_shipped_recipe():
     """Each recipe for dense models runs its three gemms in every linear, to a finite loss."""
     ran = []
@@ -298,129 +197,6 @@ def check_every_shipped_recipe():
                 assert torch.isfinite(module.weight.grad).all() and module.weight.grad.abs().sum() > 0
         ran.append(name)
     assert len(ran) == len(list_recipes()) - 1, ran
-
-
-def check_random_rounding_needs_a_driver():
-    parallel(tp=2)
-    rules = [{"match": {"layers": "first:1"}, "use": {"dgrad": {"grad_output": "nvfp4:sr", "weight": "nvfp4"}}}]
-    model = build(Recipe.from_dict({"version": 1, "name": "t", "defaults": "high_precision", "rules": rules}))
-    try:
-        losses(model)
-    except PlanError as error:
-        assert "decoder.layers.0.self_attention.linear_qkv" in str(error) and "rounds stochastically" in str(error)
-    else:
-        raise AssertionError("no error")
-
-
-def part_of(amax, dim: int):
-    """This rank's part of a tensor's amax, which has one value along the dimensions that are not scaled apart."""
-    return None if amax is None else shard(amax, dim) if amax.dim() and amax.shape[dim] > 1 else amax
-
-
-def check_random_bits_do_not_depend_on_tensor_parallel_ranks():
-    """A shard's codes are those of the whole tensor, given the whole tensor's amax."""
-    parallel(tp=2)
-    split = {
-        HybridColumnParallelLinear: {"weight": 0, "grad_output": 1},
-        HybridRowParallelLinear: {"input": 1, "weight": 1},
-    }
-    shapes = {"input": (32, H), "weight": (F, H), "grad_output": (32, F)}
-    for cls, dims in split.items():
-        module = linear(cls, "bf16", H, F)
-        assert set(module.hq.index_maps) == set(shapes)
-        for seed, operand in enumerate(shapes):
-            whole = bf16(*shapes[operand], seed=seed)
-            dim = dims.get(operand)
-            part = whole if dim is None else shard(whole, dim)
-            keys = RandomKeys(5, num_microbatches=2)
-            keys.set(3, 1)
-            rngs = [keys.rng(module.hq.role, operand, "cpu", m) for m in (None, module.hq.index_maps[operand])]
-            for fmt in ("nvfp4:sr", "nvfp4:2d,sr", "nvfp4:row_scaled,sr", "nvfp4:rht,sr", "nvfp4:row_scaled,rht,sr"):
-                quantizer = HybridQuantizer(rowwise=fmt, columnwise=fmt)
-                amax = quantizer.amax(whole)
-                expected = quantizer.quantize(whole, amax=amax, rng=rngs[0])
-                mine = tuple(a if dim is None else part_of(a, dim) for a in amax)
-                found = quantizer.quantize(part, amax=mine, rng=rngs[1])
-                for direction in ("rowwise", "columnwise"):
-                    codes = getattr(expected, direction).codes()
-                    codes = codes if dim is None else shard(codes, dim)
-                    assert torch.equal(getattr(found, direction).codes(), codes), (cls, operand, fmt, direction)
-
-
-def check_amaxes_are_reduced_over_the_ranks_that_share_tensors():
-    """Tensor- and data-parallel ranks, in one collective; not pipeline stages, whose modules differ."""
-    recipe = Recipe.load("fp8_delayed").with_first_rule({"layers": "last:1"}, {"fprop": "mxfp8_e4m3"})
-    for sizes, ranks in ((dict(tp=2), [0, 1]), (dict(), [0, 1]), (dict(pp=2), None)):
-        parallel(**sizes)
-        model = build(recipe)
-        control = driver.attach([model.module], seed=1)
-        states = [state for runtime in control.controller.runtimes for _, state in runtime.states()]
-        calls, original = [], dist.all_reduce
-        dist.all_reduce = lambda x, op, group: calls.append((x.numel(), op, dist.get_process_group_ranks(group)))
-        try:
-            control.controller.begin_step(1)
-            control.controller.end_step(control.group)
-        finally:
-            dist.all_reduce = original
-        assert calls == ([] if ranks is None else [(len(states), dist.ReduceOp.MAX, ranks)]), calls
-        counts = [None, None]
-        dist.all_gather_object(counts, len(states))
-        assert (counts[0] == counts[1]) == (sizes != dict(pp=2)), counts  # why stages must not meet
-        keys = control.controller.keys
-        assert (keys.replica, keys.num_replicas) == ((rank(), 2) if not sizes else (0, 1))
-
-
-def check_one_scale_for_a_tensor():
-    """After a step every rank scales its weight shard by the largest element of the whole, in FP32 state."""
-    parallel(tp=2)
-    model = build(Recipe.load("fp8_delayed"), sequence_parallel=True)
-    control = driver.attach([model.module], seed=1)
-    control.controller.begin_step(1)
-    weight = model.module.decoder.layers[1].mlp.linear_fc2.weight
-    with torch.no_grad():
-        weight[0, 0] = 3.0 + rank()
-    losses(model).sum().backward()
-    control.controller.end_step(control.group)
-    hq = model.module.decoder.layers[1].mlp.linear_fc2.hq
-    assert hq.weight_rowwise_scale.item() == hq.weight_columnwise_scale.item() == 448 / 4
-    for runtime in control.controller.runtimes:
-        for name, buffer in runtime.named_buffers():
-            assert buffer.dtype == torch.float32, name  # the model around it is bf16
-            both = [torch.empty_like(buffer) for _ in range(2)]
-            dist.all_gather(both, buffer)
-            assert torch.equal(*both), (runtime.role.name, name)
-
-
-def check_evaluation_records_nothing():
-    parallel(tp=2)
-    model = build(Recipe.load("fp8_delayed"), sequence_parallel=True)
-    control = driver.attach([model.module], seed=1)
-    control.controller.begin_step(1)
-    model.eval()
-    with torch.no_grad():
-        losses(model)
-    for runtime in control.controller.runtimes:
-        assert all(buffer.abs().sum() == 0 for name, buffer in runtime.named_buffers() if name.endswith("history"))
-
-
-def check_histories_in_checkpoints():
-    """A key for every layer, whichever way Megatron stores layers; the same on all ranks, so one of them writes it."""
-    parallel(tp=2)
-    recipe = Recipe.load("fp8_delayed").with_first_rule({"layers": "first:1"}, "high_precision")
-    model = build(recipe).module
-    ours = [k for k in model.state_dict() if ".hq." in k]
-    assert ours and not [k for k in ours if ".layers.0." in k]
-    for singleton, number in ((False, "hq.layer_2."), (True, "layers.1.")):
-        metadata = {"singleton_local_shards": singleton, "dp_cp_group": mpu.get_data_parallel_group()}
-        sharded = {k: v for k, v in model.sharded_state_dict(metadata=metadata).items() if ".hq." in k}
-        assert sorted(sharded) == sorted(ours)
-        assert len({v.key for v in sharded.values()}) == len(ours)
-        for local, tensor in sharded.items():
-            assert number in tensor.key and tensor.global_shape == tensor.local_shape == tensor.data.shape
-            assert tensor.replica_id == (0, rank(), 0), tensor.replica_id
-            runtime = model.get_submodule(local.rpartition(".")[0])
-            name = local.rpartition(".")[2]
-            assert tensor.key in state.possible_keys(runtime.role, name)
 
 
 def check_other_shapes():
@@ -512,7 +288,7 @@ def check_checkpoint_keys():
 def main() -> None:
     dist.init_process_group("gloo")
     errors = {}
-    for name, check in list(globals().items()):
+    for name, check in [*globals().items(), *vars(mcore_model_steps).items()]:
         if not name.startswith("check_") or name == "check_column":
             continue
         errors[name.removeprefix("check_")] = None

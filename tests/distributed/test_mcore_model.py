@@ -10,7 +10,8 @@ import pytest
 from launch import torchrun
 
 WORKER = Path(__file__).parent / "run_mcore_model.py"
-CHECKS = re.findall(r"^def check_(\w+)\((?:recipe: str = MIXED)?\)", WORKER.read_text(), re.M)
+SOURCES = WORKER.read_text() + WORKER.with_name("mcore_model_steps.py").read_text()
+CHECKS = re.findall(r"^def check_(\w+)\((?:recipe: str = MIXED)?\)", SOURCES, re.M)
 
 pytestmark = pytest.mark.dist
 
