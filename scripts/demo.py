@@ -39,7 +39,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         usage="%(prog)s [options] [-- flags of Megatron's or --hq-* ...]",
     )
     parser.add_argument("--recipe", default=DEFAULT_RECIPE, help="a recipe's name or file (default %(default)s)")
-    parser.add_argument("--compare", action="store_true", help=f"also train with {REFERENCE_RECIPE}, plot and compare both")
+    parser.add_argument("--compare", action="store_true", help=f"also train with {REFERENCE_RECIPE}, compare and plot")
     parser.add_argument("--iterations", type=int, default=400, help="(default %(default)s)")
     parser.add_argument(
         "--resume-iterations", type=int, default=10, metavar="K",

@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=",".join(DEFAULT_SUFFIXES),
         help="files taken from folders (default %(default)s)",
     )
-    parser.add_argument("--json-key", default="text", metavar="KEY", help="the text in a JSON line (default %(default)s)")
+    parser.add_argument("--json-key", default="text", metavar="KEY", help="the text of a JSON line (default text)")
     parser.add_argument(
         "--max-document-kib",
         type=int,

@@ -56,7 +56,8 @@ class Options:
         if not 1 <= len(self.split) <= 3 or min(self.split) < 0 or self.split[0] == 0:
             raise ValueError(f"--split {self.split}: one to three shares (train, valid, test) are expected, train > 0")
         if abs(sum(self.split) - 1) > 1e-6:
-            raise ValueError(f"--split {','.join(map(str, self.split))}: the shares add up to {sum(self.split):g}, not 1")
+            shares = ",".join(map(str, self.split))
+            raise ValueError(f"--split {shares}: the shares add up to {sum(self.split):g}, not 1")
 
 
 @dataclass

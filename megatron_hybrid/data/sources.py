@@ -33,9 +33,11 @@ def find_sources(inputs: Sequence[str], suffixes: Sequence[str] = DEFAULT_SUFFIX
         if root.is_file():
             sources.append(Source(root, root.name, named=True))
         elif root.is_dir():
-            found = [p for p in sorted(root.rglob("*")) if p.suffix in suffixes and p.is_file() and not _hidden(p, root)]
+            files = (p for p in sorted(root.rglob("*")) if p.suffix in suffixes and p.is_file())
+            found = [p for p in files if not _hidden(p, root)]
             if not found:
-                raise ValueError(f"input {item}: the folder has no file ending in {', '.join(suffixes)} (see --suffixes)")
+                endings = ", ".join(suffixes)
+                raise ValueError(f"input {item}: the folder has no file ending in {endings} (see --suffixes)")
             sources += [Source(p, p.relative_to(root).as_posix(), named=False) for p in found]
         else:
             raise ValueError(f"input {item}: no such file or folder")
@@ -118,7 +120,8 @@ def _text_of(record: object, key: str, where: str) -> str:
     if not isinstance(record, dict):
         raise ValueError(f"{where}: a JSON object is expected, found {type(record).__name__}")
     if key not in record:
-        raise ValueError(f"{where}: no key {key!r}; there are {', '.join(map(repr, record)) or 'none'} (see --json-key)")
+        keys = ", ".join(map(repr, record)) or "none"
+        raise ValueError(f"{where}: no key {key!r}; there are {keys} (see --json-key)")
     if not isinstance(record[key], str):
         raise ValueError(f"{where}: key {key!r} holds {type(record[key]).__name__}, text is expected")
     return record[key]

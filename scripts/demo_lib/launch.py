@@ -59,7 +59,8 @@ def run_training(run: Run, label: str) -> Outcome:
     if watchdog.fired:
         raise TrainingFailed(f"{label}: no output for {_STALL_SECONDS:.0f} s, stopped. The whole log: {run.log}")
     if code != 0:
-        raise TrainingFailed(f"{label}: training ended with exit code {code}.\n{last_words(run)}\nThe whole log: {run.log}")
+        words = last_words(run)
+        raise TrainingFailed(f"{label}: training ended with exit code {code}.\n{words}\nThe whole log: {run.log}")
     return Outcome(_read_result(run, label), time.monotonic() - start)
 
 

@@ -105,7 +105,8 @@ def check_learned(valid_loss: float | None, bigram_entropy: float) -> Check:
     if valid_loss is None or not math.isfinite(valid_loss):
         return Check(name, False, "no finite validation loss")
     passed = valid_loss < bigram_entropy
-    return Check(name, passed, f"validation loss {valid_loss:.4f} {'<' if passed else '>='} bigram entropy {bigram_entropy:.4f}")
+    sign = "<" if passed else ">="
+    return Check(name, passed, f"validation loss {valid_loss:.4f} {sign} bigram entropy {bigram_entropy:.4f}")
 
 
 def check_resume(whole: TrainingLog, resumed: TrainingLog, expected: int) -> Check:

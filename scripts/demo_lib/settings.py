@@ -88,7 +88,8 @@ def training_run(settings: Settings, recipe: str, kind: str = "plain") -> Run:
     split_point = settings.iterations - settings.resumed
     flags = megatron_flags(settings.model)
     flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "258"]
-    flags += ["--train-data-path", f"{settings.data_prefix}_train", "--valid-data-path", f"{settings.data_prefix}_valid"]
+    for split in ("train", "valid"):
+        flags += [f"--{split}-data-path", f"{settings.data_prefix}_{split}"]
     flags += ["--data-cache-path", str(settings.data_prefix.parent / f"cache-{settings.data_key[:12]}")]
     flags += ["--train-iters", str(settings.iterations), "--seed", str(settings.seed)]
     flags += ["--hq-recipe", recipe, "--hq-metrics-file", str(folder / "metrics.jsonl")]

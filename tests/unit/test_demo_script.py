@@ -25,7 +25,8 @@ def demo(tmp_path, data, *flags: str, fault: str = "") -> subprocess.CompletedPr
     command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--trainer", str(FAKE), "--launcher", "none"]
     command += ["--out", str(tmp_path / "out"), "--data", str(data), "--max-mib", "2", "--iterations", "40"]
     command += ["--device", "cpu", *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=os.environ | {"FAKE_TRAINER": fault})
+    env = os.environ | {"FAKE_TRAINER": fault}
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
 
 
 def test_a_good_run(tmp_path, data):
@@ -77,7 +78,9 @@ def test_flags_after_the_dashes_reach_the_trainer(tmp_path, data):
     assert log.endswith("--hq-strict --lr 1e-3")
 
 
-@pytest.mark.parametrize("flags", [("--iterations", "1"), ("--resume-iterations", "40"), ("--device", "tpu"), ("--nonsense",)])
+@pytest.mark.parametrize(
+    "flags", [("--iterations", "1"), ("--resume-iterations", "40"), ("--device", "tpu"), ("--nonsense",)]
+)
 def test_bad_options(tmp_path, data, flags):
     done = demo(tmp_path, data, *flags)
     assert done.returncode == 2 and "demo.py: error:" in done.stderr

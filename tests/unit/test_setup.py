@@ -77,7 +77,9 @@ def test_a_python_without_venv_is_named(tmp_path):
     assert done.returncode == 1 and "lacks the venv module" in done.stderr and "python3-venv" in done.stderr
 
 
-@pytest.mark.parametrize("command", [["make", "-s", "help"], ["bash", "scripts/setup_env.sh", "--help"], ["bash", str(FIND), "--help"]])
+@pytest.mark.parametrize(
+    "command", [["make", "-s", "help"], ["bash", "scripts/setup_env.sh", "--help"], ["bash", str(FIND), "--help"]]
+)
 def test_help(command):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and "PYTHON" in done.stdout
@@ -88,7 +90,7 @@ def test_lock_pins_everything_and_names_no_place():
     assert all(re.fullmatch(r'[\w.-]+==[\w.]+( ; sys_platform == "linux")?', line) for line in lines), lines
     names = {line.split("==")[0].lower().replace("_", "-") for line in lines}
     declared = (ROOT / "pyproject.toml").read_text()
-    for name in ("torch", "megatron-core", "psutil", "pyyaml", "einops", "numpy", "tqdm", "matplotlib", "pytest", "ml-dtypes"):
+    for name in "torch megatron-core psutil pyyaml einops numpy tqdm matplotlib pytest ml-dtypes".split():
         assert name in names
         assert re.search(name.replace("-", "[-_]"), declared, re.IGNORECASE)
 
