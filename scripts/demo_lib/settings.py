@@ -23,7 +23,7 @@ class Settings:
     data_prefix: Path
     data_key: str  # of the data's content: Megatron's cached indices are only good for the data they were built from
     recipe: str = DEFAULT_RECIPE
-    iterations: int = 400
+    iterations: int = 160
     resumed: int = 10  # iterations run again from a checkpoint; 0: no checkpoint, no resumed run
     seed: int = 1234
     device: str = "cpu"
