@@ -62,7 +62,10 @@ class ScaledMmBackend:
         pad_c, pad_b = -contraction % _ALIGN, -rows_b % _ALIGN
         if pad_c or pad_b:
             qa, qb = _pad(qa, 0, pad_c), _pad(qb, pad_b, pad_c)
-        out = _multiply(qa, qb, _scale_a(a), _scale_b(b, pad_b), dtype, scale_kind(a.format), self.accumulation(pair))
+        kind = scale_kind(b.format)
+        if kind == BLOCK and contraction <= _BLOCK:
+            kind = ROW  # one block a row: the library takes it for that
+        out = _multiply(qa, qb, _scale_a(a), _scale_b(b, pad_b), dtype, kind, self.accumulation(pair))
         return finish(out[:, :rows_b] if pad_b else out, out_dtype, accumulate_into)
 
 

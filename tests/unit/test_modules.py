@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import megatron_hybrid as mh
+from megatron_hybrid.modules.attention import HybridSelfAttention
 
 FORMATS = ["high_precision", "fp8_current_e4m3", "fp8_rowwise_e4m3", "fp8_block_e4m3", "mxfp8_e4m3", "nvfp4", "nvfp4:row_scaled"]
 
@@ -50,6 +51,65 @@ def test_p23_mlp_is_its_parts(gated, activation):
     assert torch.equal(y, m.linear_fc2(h))
     with pytest.raises(ValueError, match="did you mean 'gelu'"):
         mh.HybridMLP(8, 8, activation="gelo")
+
+
+def copied(layer, rcp, **kw):
+    """A stand-alone linear with the same weight and bias."""
+    alone = mh.HybridLinear(layer.in_features, layer.out_features, layer.bias is not None, recipe=rcp, dtype=torch.bfloat16, **kw)
+    alone.load_state_dict(layer.state_dict(), strict=False)
+    return alone
+
+
+class Parts(torch.nn.Module):
+    """The parts of a composed module, built alone and put together by hand."""
+
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self.put_together = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.put_together(self, x)
+
+
+def norm_parts(norm):
+    alone = torch.nn.LayerNorm(64, dtype=torch.bfloat16) if norm.bias is not None else torch.nn.RMSNorm(64, eps=1e-5, dtype=torch.bfloat16)
+    alone.load_state_dict(norm.state_dict())
+    return alone
+
+
+def attend(parts, x):
+    q, k, v = parts.qkv(x).unflatten(-1, (8, 16)).transpose(1, 2).split((4, 2, 2), dim=1)
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    return parts.proj(out.transpose(1, 2).flatten(2))
+
+
+def swiglu(h):
+    gate, up = h.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_p23_composed_modules_are_their_parts_in_y_dx_dw_and_db(fmt):
+    rcp = recipe(fmt)
+    torch.manual_seed(0)
+    made = dict(recipe=rcp, dtype=torch.bfloat16)
+    norm_linear = mh.HybridLayerNormLinear(64, 64, **made)
+    mlp = mh.HybridMLP(64, 96, gated=True, activation="silu", norm="RMSNorm", **made)
+    attention = HybridSelfAttention(64, 4, num_query_groups=2, **made)
+    layer = torch.nn.Sequential(norm_linear, attention, mlp)  # a transformer layer without its residuals
+    parts = {
+        norm_linear: Parts(lambda p, x: p.linear(p.norm(x)), norm=norm_parts(norm_linear.norm), linear=copied(norm_linear.linear, rcp)),
+        attention: Parts(attend, qkv=copied(attention.linear_qkv, rcp), proj=copied(attention.linear_proj, rcp)),
+        mlp: Parts(lambda p, x: p.fc2(swiglu(p.fc1(p.norm(x)))), norm=norm_parts(mlp.norm), fc1=copied(mlp.linear_fc1, rcp), fc2=copied(mlp.linear_fc2, rcp)),
+        layer: None,
+    }  # fmt: skip
+    parts[layer] = torch.nn.Sequential(parts[norm_linear], parts[attention], parts[mlp])
+    x, dy = torch.randn(2, 5, 64).bfloat16(), torch.randn(2, 5, 64).bfloat16()
+    for module, alone in parts.items():
+        got, want = grads(module, x, dy), grads(alone, x, dy)
+        assert len(got) == len(want) and all(torch.equal(g, w) for g, w in zip(got, want))
 
 
 def grouped(fmt, experts=4, rules=(), bias=True, **kw):

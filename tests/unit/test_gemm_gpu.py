@@ -1,0 +1,112 @@
+"""Native FP8 GEMMs against the products of the same codes, within a bound derived from the hardware's sums.
+
+A sum of K products of decoded operands in any order, with intermediate sums kept to p bits, is within
+`steps * 2^-p * sum|a b|` of the exact one, where `steps` is the number of roundings on the way to a result. Hopper's
+FP8 tensor cores keep 13 fraction bits within and between their 32-long products (p = 13): K / 32 roundings when sums
+are not promoted (`fast`), 4 within each promotion to FP32 otherwise. The output is rounded once, to 2^-8 (bf16).
+"""
+
+import pytest
+import torch
+
+import megatron_hybrid as mh
+from megatron_hybrid.formats import COLUMNWISE, parse_format
+from megatron_hybrid.gemm import BACKENDS, OPERANDS, DeviceKind, GemmPair
+from megatron_hybrid.storage import cast
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+BY_NAME = {b.name: b for b in BACKENDS}
+PAIRS = [
+    ("fp8_current_e4m3", "fp8_current_e4m3"),
+    ("fp8_current_e5m2", "fp8_current_e4m3"),
+    ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
+    ("fp8_block_e4m3", "fp8_block_e4m3:2d"),
+    ("fp8_block_e4m3:no_pow2", "fp8_block_e4m3:2d,no_pow2"),
+    ("fp8_block_e5m2", "fp8_block_e4m3:2d"),
+    ("fp8_block_e4m3", "fp8_block_e4m3"),
+    ("fp8_block_e5m2", "fp8_block_e4m3"),
+]
+SHAPES = [(256, 512, 384), (1, 16, 16), (200, 144, 272), (96, 640, 1408), (33, 129, 127)]  # M, N, K
+
+
+def matrix(rows, columns, seed):
+    """bf16 on the CPU, magnitudes that differ from block to block."""
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=g)
+    return (x * torch.exp2(torch.randint(-3, 4, (rows, 1), generator=g)) * torch.exp2(torch.arange(columns) % 5)).bfloat16()
+
+
+def operands(gemm, formats, M, N, K):
+    """(payload A, payload B) on the GPU, cast on the CPU, columns laid out as the native GEMM reads them."""
+    shapes = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
+    payloads = []
+    for seed, ((operand, direction), fmt) in enumerate(zip(OPERANDS[gemm], formats)):
+        s = cast(matrix(*shapes[operand], seed), parse_format(fmt), direction, transposed=direction == COLUMNWISE)
+        payloads.append(s)
+    return payloads, [s.with_buffers({n: t.cuda() for n, t in s.buffers().items()}) for s in payloads]
+
+
+def bound(a, b, contraction, accumulation, dtype):
+    exact, magnitude = a @ b.T, a.abs() @ b.abs().T
+    steps = contraction / 32 + 1 if accumulation == "fast" else 4 + contraction / 128 * 2.0**-10 + 1
+    rounding = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-24
+    return exact, steps * 2.0**-13 * magnitude + exact.abs() * rounding
+
+
+@pytest.mark.parametrize("accumulate", ["fast", "full"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("gemm", ["fprop", "dgrad", "wgrad"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("formats", PAIRS)
+def test_native_is_within_the_bound_of_its_accumulation(formats, shape, gemm, dtype, accumulate):
+    device = DeviceKind.of("cuda")
+    pair = GemmPair(gemm, *map(parse_format, formats), device, accumulate)
+    native = BY_NAME["scaled_mm"]
+    if (reason := native.reason(pair)) is not None:
+        pytest.skip(reason)
+    (cpu_a, cpu_b), (a, b) = operands(gemm, formats, *shape)
+    got = native.run(a, b, pair, dtype)
+    wide_a, wide_b = cpu_a.operand(torch.float32).double(), cpu_b.operand(torch.float32).double()
+    exact, allowed = bound(wide_a, wide_b, wide_a.shape[1], native.accumulation(pair), dtype)
+    assert got.dtype == dtype and got.shape == exact.shape
+    worst = ((got.cpu().double() - exact).abs() - allowed).max()
+    assert worst <= 0, f"{worst:.3g} beyond the bound"
+    emulated = BY_NAME["emulated"].run(cpu_a, cpu_b, pair, dtype)
+    assert ((emulated.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("formats", PAIRS)
+def test_native_adds_into_an_fp32_accumulator(formats):
+    pair = GemmPair("wgrad", *map(parse_format, formats), DeviceKind.of("cuda"))
+    if (reason := BY_NAME["scaled_mm"].reason(pair)) is not None:
+        pytest.skip(reason)
+    _, (a, b) = operands("wgrad", formats, 256, 128, 384)
+    once = BY_NAME["scaled_mm"].run(a, b, pair, torch.float32)
+    total = torch.ones_like(once)
+    assert BY_NAME["scaled_mm"].run(a, b, pair, torch.float32, accumulate_into=total) is total
+    assert torch.equal(total, once + 1)
+
+
+@pytest.mark.parametrize("formats", PAIRS)
+@pytest.mark.parametrize("shape", [(0, 32, 32), (32, 0, 32), (32, 32, 0)])
+def test_native_empty_sizes(formats, shape):
+    pair = GemmPair("fprop", *map(parse_format, formats), DeviceKind.of("cuda"))
+    if (reason := BY_NAME["scaled_mm"].reason(pair)) is not None:
+        pytest.skip(reason)
+    _, (a, b) = operands("fprop", formats, *shape)
+    out = BY_NAME["scaled_mm"].run(a, b, pair, torch.bfloat16)
+    assert out.shape == shape[:2] and not out.any()
+
+
+@pytest.mark.parametrize("name", ["fp8_current", "fp8_rowwise", "fp8_block"])
+def test_a_linear_runs_its_three_gemms_natively(name):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper has all of them")
+    layer = mh.HybridLinear(384, 512, recipe=name, device="cuda", dtype=torch.bfloat16)
+    assert all(step.runs == "native" for step in layer.plan.steps().values())
+    x = torch.randn(256, 384, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    y = layer(x)
+    y.backward(torch.randn_like(y))
+    assert layer.plan.counts() == {"native": 3}
+    for t in (y, x.grad, layer.weight.grad):
+        assert torch.isfinite(t).all() and t.abs().sum() > 0
