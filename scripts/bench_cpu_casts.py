@@ -1,9 +1,10 @@
 """Speed of the CPU casts against memcpy of the same bytes in the same run (target: at least 25%).
 
 A cast of bf16 reads 2 bytes an element and writes the payload and scales; memcpy is timed over a buffer that moves as
-many bytes (half read, half written), by as many threads. Amax passes that a format needs are part of its cast.
+many bytes (half read, half written), by as many threads. Amax passes that a format needs are part of its cast. On a machine
+that others use too, --cpu-time counts processor time (of all threads, divided by their number) instead of the clock.
 
-    python scripts/bench_cpu_casts.py [--rows 4096] [--cols 8192] [--threads 2] [--isa avx2] [--only nvfp4]
+    python scripts/bench_cpu_casts.py [--rows 4096] [--cols 8192] [--threads 2] [--isa avx2] [--only nvfp4] [--cpu-time]
 """
 
 from __future__ import annotations
@@ -35,22 +36,26 @@ FORMATS = (
 )
 
 
-def seconds(call, repeats: int) -> float:
-    """Median time of a call, after one to warm up."""
-    call()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+class Timer:
+    def __init__(self, repeats: int, cpu_time: bool):
+        self.repeats = repeats
+        self.clock = (lambda: time.process_time() / torch.get_num_threads()) if cpu_time else time.perf_counter
+
+    def seconds(self, call) -> float:
+        """Median time of a call, after one to warm up."""
         call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        times = []
+        for _ in range(self.repeats):
+            start = self.clock()
+            call()
+            times.append(self.clock() - start)
+        return statistics.median(times)
 
-
-def memcpy_seconds(num_bytes: int, repeats: int) -> float:
-    """Time of a copy that moves ``num_bytes`` in all: half read, half written."""
-    src = torch.zeros(num_bytes // 2, dtype=torch.uint8).fill_(1)
-    dst = torch.zeros_like(src)
-    return seconds(lambda: dst.copy_(src), repeats)
+    def memcpy_seconds(self, num_bytes: int) -> float:
+        """Time of a copy that moves ``num_bytes`` in all: half read, half written."""
+        src = torch.zeros(num_bytes // 2, dtype=torch.uint8).fill_(1)
+        dst = torch.zeros_like(src)
+        return self.seconds(lambda: dst.copy_(src))
 
 
 class Cast:
@@ -89,9 +94,11 @@ def main():
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--isa", help="instruction set to use instead of the widest")
+    parser.add_argument("--cpu-time", action="store_true", help="processor time instead of the clock")
     parser.add_argument("--only", default="", help="formats that contain this")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    timer = Timer(args.repeats, args.cpu_time)
     extension = kernels.extension("cpu")
     if args.isa:
         extension.set_isa(args.isa)
@@ -105,8 +112,8 @@ def main():
         for direction in DIRECTIONS:
             for transposed in (False, True):
                 cast = Cast(x, name, direction, transposed)
-                copy = memcpy_seconds(cast.bytes, args.repeats)
-                forth, back = seconds(cast.quantize, args.repeats), seconds(cast.dequantize, args.repeats)
+                copy = timer.memcpy_seconds(cast.bytes)
+                forth, back = timer.seconds(cast.quantize), timer.seconds(cast.dequantize)
                 layout = "transposed" if transposed else "row-major"
                 print(f"{name:20} {direction:10} {layout:10} {cast.bytes / forth / 1e9:7.1f} GB/s {copy / forth:10.0%} "
                       f"{cast.bytes / back / 1e9:7.1f} GB/s {copy / back:10.0%}", flush=True)  # fmt: skip

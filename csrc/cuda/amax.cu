@@ -68,7 +68,8 @@ __global__ void __launch_bounds__(kThreads) amax_runs(AmaxArgs a, Runs r, int64_
     const int64_t run = r.lanes_across ? at / r.across : at % r.per_line;
     const int64_t first = run * kHadamardSize, left = r.along - first;
     const int n = static_cast<int>(left < kHadamardSize ? left : kHadamardSize);
-    const int32_t bits = run_amax<T>(x + line * r.stride_across + first * r.stride_along, r.stride_along, n, a.spec.rht, keep_nan);
+    const auto* elements = x + line * r.stride_across + first * r.stride_along;
+    const int32_t bits = run_amax<T>(elements, r.stride_along, n, a.spec.rht, keep_nan);
     if (a.spec.outer_rows)
       atomicMax(&out[line], bits);
     else

@@ -11,7 +11,8 @@ namespace {
 __device__ void write_preset_scales(const QuantizeArgs& a) {
   const int64_t n = !a.spec.outer_rows ? 1 : (a.spec.axis == 0 ? a.x.rows : a.x.cols);
   float* out = static_cast<float*>(a.out.scale);
-  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < n; i += gridDim.x * static_cast<int64_t>(kThreads))
+  const int64_t threads = gridDim.x * static_cast<int64_t>(kThreads);
+  for (int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x; i < n; i += threads)
     out[i] = 1.0f / preset_encode_scale(a.spec, a.out.amax[i], a.fixed_scale);
 }
 

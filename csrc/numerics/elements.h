@@ -66,8 +66,8 @@ MH_HD uint32_t encode(float x) {
   const int32_t a = abs < E::kMaxBits ? abs : E::kMaxBits;
   const int32_t power = max_bits(a & kInfBits, kMinNormal);
   const int32_t m = power + (kShift << 23);
-  const int32_t sum = static_cast<int32_t>(float_bits(bits_float(static_cast<uint32_t>(a)) + bits_float(static_cast<uint32_t>(m))));
-  const int32_t magnitude = sum - m + ((power - kMinNormal) >> kShift);
+  const float rounded = bits_float(static_cast<uint32_t>(a)) + bits_float(static_cast<uint32_t>(m));
+  const int32_t magnitude = static_cast<int32_t>(float_bits(rounded)) - m + ((power - kMinNormal) >> kShift);
   const uint32_t code = (static_cast<uint32_t>(magnitude) & kMagnitude) | ((bits >> (32 - E::kBits)) & ~kMagnitude);
   return abs > kInfBits ? E::kNan : code;
 }

@@ -46,7 +46,8 @@ def rng(seed=1, tensor_id=2, counter=3, row=0, col=0, global_cols=64):
 def quantize(x, key, direction=ROWWISE, row_ids=None, fmt=SR, amax=2688.0):
     """Codes (M, K) under a given tensor amax; with 2688, blocks whose amax is 6 have multiplier 1."""
     M, K = x.shape
-    qdata, scale = torch.empty(M, -(-K // 2), dtype=torch.uint8), torch.empty(fmt.scale_shape(M, K, direction), dtype=torch.uint8)
+    qdata = torch.empty(M, -(-K // 2), dtype=torch.uint8)
+    scale = torch.empty(fmt.scale_shape(M, K, direction), dtype=torch.uint8)
     kernels.quantize(x, fmt, direction, qdata=qdata, scale=scale, amax=torch.tensor(amax), rng=key, row_ids=row_ids)
     return torch.stack((qdata & 15, qdata >> 4), dim=-1).flatten(1)[:, :K]
 
