@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,20 @@ def test_the_two_percent_line():
     assert not report.check_close(2.041, 2.0).passed
     assert not report.check_close(float("nan"), 2.0).passed
     assert not report.check_learned(float("nan"), 2.0).passed
+
+
+def test_a_stopped_demo_leaves_no_trainer(tmp_path, data):
+    command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--trainer", str(FAKE), "--launcher", "none"]
+    command += ["--out", str(tmp_path / "out"), "--data", str(data), "--max-mib", "2", "--device", "cpu"]
+    env = os.environ | {"FAKE_TRAINER": "sleep"}
+    demo_process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    log = tmp_path / "out" / "mxfp8_fprop_nvfp4_bwd" / "log.txt"
+    deadline = time.monotonic() + 120
+    while not (log.is_file() and "process " in log.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    trainer = int(log.read_text().split("process ")[1].split()[0])
+    demo_process.terminate()
+    assert demo_process.wait(timeout=60) == 130
+    with pytest.raises(ProcessLookupError):
+        os.kill(trainer, 0)
