@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+
+import psutil
 
 from megatron_hybrid.observe.training_log import TrainingLog, TrainPoint, parse_line, read_metrics
 
@@ -156,12 +156,14 @@ def _process(run: Run) -> Iterator[subprocess.Popen]:
 
 
 def _end(process: subprocess.Popen) -> None:
-    for sign, patience in ((signal.SIGTERM, 10), (signal.SIGKILL, 10)):
-        try:
-            os.killpg(process.pid, sign)
-            process.wait(timeout=patience)
-            return
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
+    """Ask the whole tree to end, then make it: torchrun's ranks are in sessions of their own, out of its group."""
+    try:
+        tree = [parent := psutil.Process(process.pid), *parent.children(recursive=True)]
+        parent.terminate()  # torchrun passes it on to its ranks
+    except psutil.NoSuchProcess:
+        return
+    _, alive = psutil.wait_procs(tree, timeout=10)
+    for member in alive:
+        with suppress(psutil.NoSuchProcess):
+            member.kill()
+    process.wait()
