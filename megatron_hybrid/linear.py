@@ -117,17 +117,21 @@ class LinearCall:
 def held_payloads(plan: GemmPlan, operand: str, x: HybridTensor, rowwise: bool, columnwise: bool):
     """(rowwise, columnwise) payloads of an operand that was quantized before, no cast.
 
-    Raises `PlanError` when they are not what the plan's own cast would be: other formats, or a missing direction.
+    Raises `PlanError` when they are not what the plan's own cast would be: other formats, a missing direction, or one
+    that an update left behind.
     """
-    quantizer, source = plan.quantizers[operand], x.spec.quantizer[2]
+    quantizer, spec = plan.quantizers[operand], x.spec
+    source = spec.quantizer[2]
     wanted = rowwise, columnwise
     held = [payload(x, direction) if want else None for direction, want in zip(DIRECTIONS, wanted)]
     for direction, want, s, fmt in zip(DIRECTIONS, wanted, held, quantizer.formats()):
         same_source = direction == ROWWISE or source == quantizer.columnwise_source
-        if want and not (s is not None and s.format == fmt and same_source):
+        fresh = direction not in spec.stale
+        if want and not (s is not None and s.format == fmt and same_source and fresh):
             raise PlanError(
-                f"{plan.label}: {operand} was quantized before, to {x.describe()}, columnwise_source={source}; the plan "
-                f"needs {operand}.{direction} {fmt}, columnwise_source={quantizer.columnwise_source}"
+                f"{plan.label}: {operand} was quantized before, to {x.describe()}, columnwise_source={source}"
+                f"{'' if fresh else f' ({direction} is stale)'}; the plan needs {operand}.{direction} {fmt}, "
+                f"columnwise_source={quantizer.columnwise_source}"
             )
     return held
 

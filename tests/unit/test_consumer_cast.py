@@ -134,6 +134,25 @@ def test_other_formats_a_missing_direction_and_another_source_are_refused_with_n
         net.norm.output.bind(torch.nn.Linear(2, 2))
 
 
+def test_p26_a_weight_that_is_quantized_is_not_cast_again_and_a_stale_direction_is_refused():
+    net = TwoReaders("mxfp8_fprop_nvfp4_bwd")
+    q = net.q
+    x, dy = randn(8, 64), randn(8, 48, seed=1)
+    plain = run(q, x, dy)[0]
+    weight = q.plan.quantizers["weight"].quantize(q.weight)
+    q.weight = torch.nn.Parameter(weight)
+    for train in (True, False, True):  # evaluation in between loses no direction
+        q.train(train)
+        got, casts = run(q, x, dy)
+        assert_same(got, plain)
+        assert not any(shape == (48, 64) for shape, _ in casts)
+    q.weight.update(randn(48, 64), columnwise=False)
+    with pytest.raises(mh.PlanError, match="module q: weight was quantized before.*columnwise is stale"):
+        q(x.clone().requires_grad_())
+    with torch.no_grad():
+        q(x)  # the row is fresh
+
+
 def test_a_role_alone_is_enough_once_prepared():
     role = QuantizerRole("linear", "input", "1")
     net = torch.nn.Sequential(Norm(64, output_role=role), mh.HybridLinear(64, 48, recipe="mxfp8"))
