@@ -9,15 +9,7 @@ import torch
 
 from . import kernels
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE, Format, nearest, parse_format
-from .storage import (
-    QuantizedStorage,
-    cast,
-    cast_into,
-    cast_pair,
-    check_call,
-    derive_columnwise,
-    derives_in_one_call,
-)
+from .storage import QuantizedStorage, cast, cast_into, check_call, derive_columnwise
 
 SOURCES = ("original", "rowwise_dequantized")
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,12 +90,6 @@ class HybridQuantizer:
             if wanted:
                 check_call(fmt, d, s, rng)
         row = col = None
-        if need_row and columnwise and self._casts_at_once(x, x.dtype, amax):
-            empty = dict(shape=tuple(x.shape), dtype=x.dtype, device=x.device)
-            row = QuantizedStorage.empty(self.rowwise, ROWWISE, **empty)
-            col = QuantizedStorage.empty(self.columnwise, COLUMNWISE, **empty, transposed=transposed)
-            cast_pair(row, col, x, amax=amax, state=state, rng=rng, derived=self.derives_columnwise)
-            return (row if rowwise else None), col
         if need_row:
             row = cast(x, self.rowwise, ROWWISE, amax=amax[0], state=state[0], rng=rng)
         if columnwise:
@@ -113,12 +99,6 @@ class HybridQuantizer:
             else:
                 col = cast(x, self.columnwise, COLUMNWISE, **extra)
         return (row if rowwise else None), col
-
-    def _casts_at_once(self, x, dtype, amax) -> bool:
-        """Whether one kernel call makes both directions of `x`, nominally `dtype`, so that it is read once."""
-        if not (self.rowwise and self.columnwise and self.rowwise.is_quantized and self.columnwise.is_quantized):
-            return False
-        return not self.derives_columnwise or derives_in_one_call(self.columnwise, x, dtype, amax[1])
 
     def quantize(self, x: torch.Tensor, *, rowwise=True, columnwise=True, state=None, amax=None, rng=None):
         """Quantize `x` (..., K) to a `HybridTensor` holding the directions asked for.
@@ -147,9 +127,6 @@ class HybridQuantizer:
         """
         state, amax = state or (None, None), amax or (None, None)
         noop = None if noop is None else noop.reshape(())
-        if row is not None and col is not None and self._casts_at_once(x, row.dtype, amax):
-            derived = self.derives_columnwise
-            return cast_pair(row, col, x, amax=amax, state=state, rng=rng, noop=noop, derived=derived)
         if row is not None:
             cast_into(row, x, amax=amax[0], state=state[0], rng=rng, noop=noop)
         if col is None:

@@ -169,66 +169,29 @@ def cast(
 
 def cast_into(out: QuantizedStorage, x, *, amax=None, state=None, rng=None, noop=None) -> None:
     """Cast `x` into an existing payload, same data pointers. `noop`: int32 device flag, non-zero changes nothing."""
-    check_call(out.format, out.direction, state, rng)
-    if not out.format.is_quantized:
+    fmt, direction = out.format, out.direction
+    check_call(fmt, direction, state, rng)
+    if not fmt.is_quantized:
         new = x.to(out.dtype)
         out.qdata.copy_(new if noop is None else torch.where(noop.bool(), out.qdata, new))
         return
-    row, col = (out, None) if out.direction == ROWWISE else (None, out)
-    cast_pair(row, col, x, amax=(amax, amax), state=(state, state), rng=rng, noop=noop)
-
-
-def cast_pair(
-    row: QuantizedStorage | None, col: QuantizedStorage | None, x, *,
-    amax=(None, None), state=(None, None), rng=None, noop=None, derived=False,
-) -> None:  # fmt: skip
-    """Cast `x` into quantized payloads of one or both directions by one kernel call; arguments as for `cast_into`.
-
-    derived: the column is cast from the row's decode; only where `derives_in_one_call` says so.
-    """
-    copies = []
-    sides = [None if o is None else _side(o, a, s, noop, copies) for o, a, s in zip((row, col), amax, state)]
-    noisy = any(o is not None and o.format.sr for o in (row, col))
-    kernels.quantize_pair(
-        x, *sides, derived=derived, rng=rng.words(x.shape[1]) if noisy else None,
-        row_ids=rng.row_ids if noisy else None, noop=noop,
-    )  # fmt: skip
-    for buffer, written in copies:
-        buffer.copy_(written)
-
-
-def _side(out: QuantizedStorage, amax, state, noop, copies: list) -> kernels.Side:
-    """A payload as the kernels see it. Pieces are strided: written through a copy, which `copies` remembers."""
-
-    def whole(buffer):
-        written = buffer.contiguous()
-        if written is not buffer:
-            copies.append((buffer, written))
-        return written
-
-    fmt, outer, measured = out.format, None, None
-    shape = fmt.amax_shape(*out.shape, out.direction)
+    if amax is None and (shape := fmt.amax_shape(*x.shape, direction)) is not None:
+        amax = kernels.amax(x, fmt, direction, torch.empty(shape, dtype=torch.float32, device=x.device))
+    outer = None if amax is None else amax.contiguous()
     if fmt.is_stateful:
+        state.record(amax, noop)
         outer = state.scale
-        if amax is None:
-            measured = state.history
-        else:
-            state.record(amax, noop)
-    elif amax is not None:
-        outer = amax.contiguous()
-        if out.outer_amax is not None:
-            out.outer_amax.copy_(amax if noop is None else torch.where(noop.bool(), out.outer_amax, amax))
-    elif shape is not None:
-        kept = out.outer_amax
-        outer = measured = torch.empty(shape, dtype=torch.float32, device=out.device) if kept is None else whole(kept)
-    return kernels.Side(fmt, whole(out.qdata), whole(out.scale), outer, out.transposed, fmt.is_stateful, measured)
-
-
-def derives_in_one_call(col: Format, x, dtype, amax) -> bool:
-    """Whether `cast_pair` can cast a column from the row's decode, nominally `dtype`: on CUDA, where no amax of the
-    decode is needed before the cast."""
-    known = col.outer_axis == "none" or col.is_stateful or amax is not None
-    return x.is_cuda and kernels.in_one_call(x) and known and dtype == x.dtype
+    elif out.outer_amax is not None:
+        out.outer_amax.copy_(amax if noop is None else torch.where(noop.bool(), out.outer_amax, amax))
+    qdata, scale = out.qdata.contiguous(), out.scale.contiguous()  # pieces are strided: written through a copy
+    kernels.quantize(
+        x, fmt, direction, qdata=qdata, scale=scale, amax=outer, transposed=out.transposed,
+        fixed_scale=fmt.is_stateful, rng=rng.words(x.shape[1]) if fmt.sr else None,
+        row_ids=rng.row_ids if fmt.sr else None, noop=noop,
+    )  # fmt: skip
+    for buffer, written in ((out.qdata, qdata), (out.scale, scale)):
+        if written is not buffer:
+            buffer.copy_(written)
 
 
 def check_call(fmt: Format, direction: str, state, rng) -> None:
