@@ -256,6 +256,9 @@ def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
 
     x and weight may be `HybridTensor`s whose formats are the plan's: they are not cast again, and gradients are
     those of the nominal tensors. Without gradients (`no_grad`) only rowwise copies are made and nothing is kept.
+
+    `torch.compile(fullgraph=True)` traces it, forward and backward; the casts stay opaque operators. Compiled code
+    neither uses the weight cache nor counts in `plan.calls`, and a weight with `main_grad` does not compile.
     """
     if not torch.is_grad_enabled():
         return forward(x, weight, bias, call, keep_input=False, keep_weight=False)[0]
