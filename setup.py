@@ -181,7 +181,9 @@ class BuildKernels(build_ext):
         nvcc = [self.nvcc, *NVCC_FLAGS, "-ccbin", self.cxx[0], *arch, "-DMH_BACKEND=cuda"]
         sources = sorted((CSRC / "cuda").glob("*.cu"))
         jobs = [(nvcc, source, self.objects / f"cuda_{source.stem}.o") for source in sources]
-        bindings = [*self.cxx, *CXX_FLAGS, "-O1", "-DMH_IS_CUDA", *self._module_flags("_C_cuda", "cuda")]
+        built = ", ".join(pair.split("=")[1] for pair in self.cuda_arch.split())
+        bindings = [*self.cxx, *CXX_FLAGS, "-O1", "-DMH_IS_CUDA", f'-DMH_CUDA_ARCHS="{built}"']
+        bindings += self._module_flags("_C_cuda", "cuda")
         jobs.append((bindings, CSRC / "bindings.cpp", self.objects / "bindings_cuda.o"))
         libs = next((d for d in (root / "lib64", root / "lib", root / "targets/x86_64-linux/lib") if d.is_dir()), root)
         # the runtime is linked statically: torch brings its own, and both share the device's primary context

@@ -212,4 +212,7 @@ PYBIND11_MODULE(MH_MODULE, m) {
   m.def("isas", &mh::cpu::isas, "Instruction sets this processor runs.");
   m.def("set_isa", &mh::cpu::set_isa, py::arg("name"), "Use another instruction set: same bytes, another speed.");
 #endif
+#if defined(MH_CUDA_ARCHS)
+  m.attr("archs") = MH_CUDA_ARCHS;  // what setup.py compiled for
+#endif
 }

@@ -1,20 +1,47 @@
-"""The `megatron-hybrid` command: `recipes` lists what ships. Other subcommands are not there yet (docs/status.md)."""
+"""The `megatron-hybrid` command. Each subcommand is a module of `commands`: `add_arguments(parser)` and `run(args)`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
+import sys
 from collections.abc import Sequence
 
-from .recipe import list_recipes
+COMMANDS = {
+    "doctor": "check the installation: kernels, devices, gemm backends, Megatron, its patches, Apex",
+    "explain": "what every gemm of a model would run, and the bytes it keeps and gathers; nothing is trained",
+    "recipes": "list the shipped recipes, a line each",
+}
+EXIT_MISTAKE = 2
+
+
+def parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    main_parser = argparse.ArgumentParser(prog="megatron-hybrid", description="Tools of megatron_hybrid.")
+    commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        module = importlib.import_module(f".commands.{name}", __package__)
+        sub = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=_Formatter)
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return main_parser
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Keeps the lines of the modules' descriptions."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="megatron-hybrid", description="Tools of megatron_hybrid.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("recipes", help="list the shipped recipes, a line each")
-    parser.parse_args(argv)
-    rows = list_recipes()
-    width = max(len(name) for name, _ in rows)
-    for name, description in rows:
-        print(f"{name.ljust(width)}  {description}")
-    return 0
+    """Run a subcommand. Exit status: 0; 1 where a check failed; 2 for a mistake, whose cause is printed."""
+    args = parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, OSError, RuntimeError) as error:  # ours are ValueErrors that say what would be right
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_MISTAKE
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

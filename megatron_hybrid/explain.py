@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .formats import parse_format
+from .formats import DIRECTIONS, parse_format
 from .gemm import BACKENDS, DeviceKind, GemmPair
-from .plan import GemmPlan, describe_operands
+from .model_shape import LinearShape
+from .plan import INPUT, WEIGHT, GemmPlan, describe_operands
 from .runtime import LinearRuntime
 
 
@@ -47,23 +49,39 @@ def plans_of(model) -> list[tuple[str, GemmPlan]]:
     ]
 
 
-def explain(model) -> Table:
+def explain(model, shapes: Mapping[str, LinearShape] | None = None) -> Table:
     """The resolved plan of a module, or of a list of (name, `GemmPlan`): a row for every module and gemm.
 
-    Columns: module, gemm, operand A and B with their formats, accumulation, backend, native or emulated, and what
-    forward keeps for backward.
+    Columns: module, gemm, operand A and B with their formats, accumulation, backend, native or emulated, the multiples
+    to which the backend pads M, N and K, and what forward keeps for backward. shapes: sizes by module name; then also
+    the bytes kept and the bytes that a rank receives when its input is gathered, and below the table their sums beside
+    bf16's.
     """
     plans = plans_of(model) if hasattr(model, "named_modules") else list(model)
-    rows = [row for name, plan in plans for row in _plan_rows(name, plan)]
-    header = ("module", "gemm", "operand A", "operand B", "accumulate", "backend", "runs", "kept for backward")
-    return Table(header, tuple(rows), (_totals(plans),))
+    shapes = shapes or {}
+    rows = [row for name, plan in plans for row in _plan_rows(name, plan, shapes)]
+    header = ("module", "gemm", "operand A", "operand B", "accumulate", "backend", "runs", "pads to", "kept for backward")
+    sums = _byte_totals(plans, shapes) if shapes else ()
+    return Table(header + (("saved", "gathered") if shapes else ()), tuple(rows), (_totals(plans), *sums))
 
 
-def _plan_rows(name: str, plan: GemmPlan):
-    kept = {"dgrad": f"weight {plan.saved['weight']}", "wgrad": f"input {plan.saved['input']}"}
+def _plan_rows(name: str, plan: GemmPlan, shapes):
+    kept = {"dgrad": WEIGHT, "wgrad": INPUT}
     for gemm, step in plan.steps().items():
         a, b = describe_operands(step.pair)
-        yield (name, gemm, a, b, step.accumulation, step.backend.name, step.runs, kept.get(gemm, "-"))
+        saved = f"{kept[gemm]} {plan.saved[kept[gemm]]}" if gemm in kept else "-"
+        pads = ", ".join(f"{dim} {n}" for dim, n in step.alignment().items() if n > 1) or "-"
+        row = (name, gemm, a, b, step.accumulation, step.backend.name, step.runs, pads, saved)
+        if shapes:
+            shape = shapes.get(name)
+            row += ("?", "?") if shape is None else _bytes_cells(plan, gemm, kept.get(gemm), shape)
+        yield row
+
+
+def _bytes_cells(plan: GemmPlan, gemm: str, kept: str | None, shape: LinearShape) -> tuple[str, str]:
+    """The input is gathered for fprop, and once more for wgrad."""
+    saved = format_bytes(shape.saved_bytes(plan, kept)) if kept else "-"
+    return saved, format_bytes(shape.gathered_bytes) if gemm != "dgrad" and shape.gathers > 1 else "-"
 
 
 def _totals(plans) -> str:
@@ -73,6 +91,37 @@ def _totals(plans) -> str:
             counts[step.runs] = counts.get(step.runs, 0) + 1
     gemms = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
     return f"{len(plans)} linears; gemms: {gemms or 'none'}"
+
+
+def _byte_totals(plans, shapes) -> tuple[str, ...]:
+    """On one tensor-parallel rank, all layers together."""
+    known = [(plan, shapes[name]) for name, plan in plans if shapes.get(name) is not None]
+    hp = sum(shape.hp_input_bytes for _, shape in known)
+    saved = sum(shape.saved_bytes(plan, INPUT) for plan, shape in known)
+    casts = sum(shape.payload_bytes(plan, WEIGHT, d) for plan, shape in known for d in DIRECTIONS)
+    weights = 2 * sum(shape.out_features * shape.in_features for _, shape in known)
+    gathered = 2 * sum(shape.gathered_bytes for _, shape in known)
+    lines = [
+        f"inputs kept for backward, a microbatch: {format_bytes(saved)}; bf16: {format_bytes(hp)} ({_percent(saved, hp)})",
+        f"cast weights, held through a step: {format_bytes(casts)} beside parameters of {format_bytes(weights)} in bf16",
+        f"inputs gathered, a microbatch, forward and backward: {format_bytes(gathered)}; bf16: {format_bytes(gathered)}",
+    ]
+    missing = len(plans) - len(known)
+    return (*lines, *([f"{missing} linears of unknown size are left out of the sums"] if missing else []))
+
+
+def format_bytes(count: int) -> str:
+    """``0``, ``512 B``, ``1.5 KiB``, ... with three significant digits."""
+    value, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):  # noqa: B007
+        if value < 1024 or unit == "TiB":
+            break
+        value /= 1024
+    return "0" if count == 0 else f"{value:.3g} {unit}" if value < 1000 else f"{value:.0f} {unit}"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "-"
 
 
 _EXAMPLES = (
@@ -106,8 +155,8 @@ def backends(device="cpu") -> Table:
 class _CallableModule(types.ModuleType):
     """Importing this module makes it the package's attribute `explain`; `mh.explain(model)` must work then too."""
 
-    def __call__(self, model) -> Table:
-        return explain(model)
+    def __call__(self, model, shapes=None) -> Table:
+        return explain(model, shapes)
 
 
 sys.modules[__name__].__class__ = _CallableModule

@@ -6,14 +6,14 @@ from collections import Counter
 
 import torch
 
-from ..explain import explain
 from ..gemm import GEMMS
-from ..plan import GemmPlan, PlanError, build_plan
+from ..model_shape import ModelShape
+from ..plan import GemmPlan, PlanError
 from ..recipe import Recipe
-from ..roles import LINEAR
 from . import checkpoint, metrics, recipes, validation
 from .errors import UserError
-from .modules import COLUMN_PARALLEL, enumerate_modules
+from .modules import COLUMN_PARALLEL
+from .planning import explained, plans_by_step
 from .spec import HybridLayerSpec
 
 _NAMED = 3  # modules named in a message
@@ -43,12 +43,10 @@ def after_validation(args, recipe: Recipe) -> None:
     config = core_transformer_config_from_args(args)
     recipe = spec.recipe_for(config)
     device = training_device(args.local_rank)
-    at_step = {step: plan_model(recipe, config, device, step=step) for step in (1, *recipe.change_steps())}
+    at_step = plans_by_step(recipe, config, device)
     if args.hq_explain:
-        for step, plans in at_step.items():
-            if len(at_step) > 1:
-                _say(args, f"from iteration {step} on:")
-            _say(args, explain(list(plans.items())))
+        for part in explained(at_step, ModelShape.of(vars(args), "the arguments")):
+            _say(args, part)
         raise SystemExit(0)
     if args.hq_strict:
         for plans in at_step.values():
@@ -73,15 +71,6 @@ def training_device(local_rank: int) -> torch.device:
     if cpu_device.is_installed() or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", local_rank)
-
-
-def plan_model(recipe: Recipe, config, device, *, step: int = 1) -> dict[str, GemmPlan]:
-    """Plans of all linears of the whole model at a step, by name. Raises `PlanError` for what cannot run here."""
-    return {
-        role.name: build_plan(recipe.resolve(role, step=step), role.name, device)
-        for role in enumerate_modules(config)
-        if role.module_type == LINEAR
-    }
 
 
 def check_strict(plans: dict[str, GemmPlan], *, gathers: bool) -> None:

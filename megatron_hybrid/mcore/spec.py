@@ -27,6 +27,7 @@ from .errors import UserError
 from .layers import HybridColumnParallelLinear, HybridParallelLinear, HybridRowParallelLinear
 from .modules import OUTPUT_LAYER, enumerate_modules
 from .norm import HybridNorm
+from .planning import with_bf16_edges
 from .recipe_hook import carry
 
 # where Transformer Engine's fused norm + linear keeps the norm's parameters; Megatron's own specs write checkpoints
@@ -84,15 +85,6 @@ def refuse_unsupported(config) -> None:
         if asked:
             raise UserError(f"{what} {asked} beside a recipe: the recipe decides the formats; leave {what} out")
     attention.refuse_unsupported(config)
-
-
-def with_bf16_edges(recipe: Recipe, config) -> Recipe:
-    """The recipe with Megatron's ``--first-last-layers-bf16`` as a rule before the others."""
-    if not config.first_last_layers_bf16:
-        return recipe
-    edges = {"first": config.num_layers_at_start_in_bf16, "last": config.num_layers_at_end_in_bf16}
-    layers = ",".join(f"{edge}:{count}" for edge, count in edges.items() if count)
-    return recipe.with_first_rule({"layers": layers}, "high_precision") if layers else recipe
 
 
 def layer_spec(config, *, attention_zeroed: bool = False) -> ModuleSpec:

@@ -24,7 +24,7 @@ from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
 from megatron_hybrid import Recipe, RecipeError, list_recipes
 from megatron_hybrid.linear import LOCAL, hybrid_linear
-from megatron_hybrid.mcore import driver, run
+from megatron_hybrid.mcore import driver, planning
 from megatron_hybrid.mcore.attention import HybridDotProductAttention
 from megatron_hybrid.mcore.layers import HybridColumnParallelLinear, HybridRowParallelLinear
 from megatron_hybrid.mcore.modules import enumerate_modules
@@ -237,7 +237,7 @@ def check_pipeline_names():
     assert layer.layer_number == rank() + 1 == fc1.hq.role.layer
     assert fc1.hq.role.name == f"decoder.layers.{rank()}.mlp.linear_fc1"
     assert fc1.plan.fprop.pair.is_quantized == (rank() == 1)
-    assert sorted(plan for plan in run.plan_model(recipe, config(), "cpu"))[0] == "decoder.layers.0.mlp.linear_fc1"
+    assert sorted(plan for plan in planning.plan_model(recipe, config(), "cpu"))[0] == "decoder.layers.0.mlp.linear_fc1"
 
 
 def check_first_last_flags():

@@ -1,10 +1,137 @@
-"""The installed command."""
+"""The installed command: recipes, explain, doctor."""
 
-from megatron_hybrid.cli import main
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import megatron_hybrid as mh
+from megatron_hybrid.cli import COMMANDS, main
+from megatron_hybrid.explain import explain, format_bytes
+from megatron_hybrid.model_shape import LinearShape, ModelShape, ShapeError
+from megatron_hybrid.plan import INPUT, WEIGHT
 from megatron_hybrid.recipe import list_recipes
+
+FLAGS = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 32, "micro-batch-size": 4,
+         "tensor-model-parallel-size": 2, "sequence-parallel": True, "swiglu": True, "vocab-size": 100,
+         "make-vocab-size-divisible-by": 64}  # fmt: skip
+
+
+def model_file(tmp_path, **changes):
+    path = tmp_path / "model.yaml"
+    flags = {name: value for name, value in (FLAGS | changes).items() if value is not None}
+    path.write_text(json.dumps(flags))
+    return str(path)
+
+
+def run(capsys, *argv):
+    code = main(argv)
+    return code, *capsys.readouterr()
 
 
 def test_recipes_are_listed_a_line_each(capsys):
-    assert main(["recipes"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == [name for name, _ in list_recipes()]
+    code, out, _ = run(capsys, "recipes")
+    assert code == 0
+    assert [line.split()[0] for line in out.splitlines()] == [name for name, _ in list_recipes()]
+
+
+def test_every_command_has_a_summary_and_help(capsys):
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as leave:
+            main([command, "--help"])
+        assert leave.value.code == 0 and "usage: megatron-hybrid" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", [name for name, _ in list_recipes() if "rowscaled" not in name])
+def test_explain_plans_every_recipe_for_a_gpu_that_is_not_there(recipe, capsys, tmp_path):
+    code, out, err = run(capsys, "explain", "--recipe", recipe, "--model", model_file(tmp_path), "--device", "sm_90")
+    assert code == 0 and not err
+    rows = [line for line in out.splitlines() if line.startswith(("decoder.", "output_layer"))]
+    times = 2 if "late" in recipe else 1
+    assert len(rows) == times * (2 * 4 + 1) * 3
+    assert "on sm_90" in out.splitlines()[0] and out.count("inputs kept for backward, a microbatch:") == times
+
+
+def test_explain_follows_bf16_edges_and_says_how_much_is_kept(capsys, tmp_path):
+    path = model_file(tmp_path, **{"num-layers": 4, "first-last-layers-bf16": True})
+    _, out, _ = run(capsys, "explain", "--recipe", "mxfp8", "--model", path, "--device", "cpu")
+    rows = {tuple(line.split()[:2]): line for line in out.splitlines() if line.startswith("decoder")}
+    assert "high precision" in rows["decoder.layers.0.mlp.linear_fc2", "wgrad"]
+    fc2 = rows["decoder.layers.1.mlp.linear_fc2", "wgrad"]
+    ffn, rows_, blocks = 128 // 2, 32 * 4, 4  # a tensor-parallel rank's half of int(64 * 8 / 3 / 64) * 64
+    assert fc2.split("input columnwise")[1].split()[:2] == format_bytes(ffn * rows_ + ffn * blocks).split()
+    qkv = rows["decoder.layers.1.self_attention.linear_qkv", "fprop"]
+    assert qkv.endswith(format_bytes(rows_ * 64 * 2 // 2))  # the other rank's share in bf16
+
+
+KEEPING = "bf16 mxfp8 mxfp8_fprop_nvfp4_bwd fp8_current fp8_block hp_fprop_mxfp8_bwd mxfp8_fprop_hp_bwd".split()
+
+
+@pytest.mark.parametrize("recipe", KEEPING)
+def test_p12_bytes_kept_are_those_that_autograd_is_given(recipe):
+    """properties.md 12: what explain says is saved is what the saved-tensor hooks see."""
+    layer = mh.HybridLinear(96, 64, bias=False, recipe=recipe, name="a", dtype=torch.bfloat16)
+    seen = []
+    x = torch.randn(40, 96, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+        layer(x)
+    held = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in seen}
+    held.pop(layer.weight.untyped_storage().data_ptr(), None)
+    shape = LinearShape(40, 64, 96)
+    assert sum(held.values()) == sum(shape.saved_bytes(layer.plan, operand) for operand in (INPUT, WEIGHT))
+    _, dgrad, wgrad = explain(layer, {"a": shape}).records()
+    for row, operand in ((dgrad, WEIGHT), (wgrad, INPUT)):
+        assert row["saved"] == format_bytes(shape.saved_bytes(layer.plan, operand))
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["--recipe", "mxfp9", "--model", "{model}"], "did you mean"),
+        (["--recipe", "mxfp8", "--model", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["--recipe", "mxfp8", "--model", "{model}", "--device", "tpu"], "--device tpu: expected cpu, here"),
+        (["--recipe", "mxfp8", "--checkpoint", "{folder}"], "is not a distributed checkpoint (no .metadata in it)"),
+        (["--model", "{model}"], "needs --recipe"),
+        (["--recipe", "nvfp4_rowscaled_fprop_mxfp8_bwd", "--model", "{model}"], "grouped_linear"),
+    ],
+)  # fmt: skip
+def test_mistakes_exit_2_with_the_cause(argv, says, capsys, tmp_path):
+    path = model_file(tmp_path)
+    code, _, err = run(capsys, "explain", *[word.format(model=path, folder=tmp_path) for word in argv])
+    assert code == 2 and err.startswith("error: ") and says in err and "Traceback" not in err
+
+
+def test_a_model_file_without_a_size_names_file_and_flag(tmp_path):
+    with pytest.raises(ShapeError, match=r"model\.yaml: --num-layers must be a whole number, found None"):
+        ModelShape.load(model_file(tmp_path, **{"num-layers": None}))
+
+
+def test_doctor_finds_this_installation_ready():
+    """In a process of its own: it imports Megatron."""
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_hybrid.cli", "doctor", "--json"], capture_output=True, text=True, timeout=120
+    )
+    findings = {(f["section"], f["what"]): f for f in json.loads(done.stdout)}
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not [f for f in findings.values() if f["state"] == "FAIL"]
+    patches = {what.removeprefix("patch ") for section, what in findings if section == "Megatron" and "patch" in what}
+    from megatron_hybrid.patches import PATCHES
+
+    assert patches == set(PATCHES)
+    assert "in use" in findings["kernels", "CPU"]["detail"]
+    if not torch.cuda.is_available():
+        assert "needs a CUDA device" in findings["gemm backends on cpu", "scaled_mm"]["detail"]
+
+
+def test_doctor_says_what_is_broken(monkeypatch, capsys):
+    import megatron_hybrid.observe.doctor as doctor
+
+    def missing(device_type):
+        raise RuntimeError("the cpu kernels are not built")
+
+    monkeypatch.setattr(doctor.kernels, "extension", missing)
+    monkeypatch.setattr(doctor, "_megatron", lambda: iter(()))
+    code, out, _ = run(capsys, "doctor")
+    assert code == 1 and "FAIL  CPU: the cpu kernels are not built" in out and out.endswith("not ready: CPU\n")

@@ -1,0 +1,139 @@
+"""Megatron's `torch_dist` checkpoints read without Megatron and without process groups: sizes, arguments, tensors."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import pickle
+import types
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+
+TRACKER = "latest_checkpointed_iteration.txt"
+_COMMON = "common_state/shard_0_1"
+_RECORD = "hq_recipe_record"
+
+
+class CheckpointError(ValueError):
+    """A folder that is not a checkpoint this can read; says what was found and what would be right."""
+
+
+class Checkpoint:
+    """One saved iteration. `path`: its folder (``iter_0000100``), or the run's, of which the latest is taken.
+
+    Raises `CheckpointError` for a folder that holds no distributed checkpoint.
+    """
+
+    def __init__(self, path: str | Path):
+        from torch.distributed.checkpoint import FileSystemReader
+
+        self.folder = _iteration_folder(Path(path))
+        self._reader = FileSystemReader(str(self.folder))
+        try:
+            self._metadata = self._reader.read_metadata()
+        except Exception as error:  # whatever a damaged pickle raises
+            raise CheckpointError(f"{self.folder}/.metadata cannot be read: {error}") from None
+        self._common = self._read_common()
+
+    @property
+    def iteration(self) -> int | None:
+        return self._common.get("iteration")
+
+    @property
+    def args(self) -> dict:
+        """Megatron's arguments of the run. Values of other classes than plain ones are missing."""
+        args = self._common.get("args")
+        if not isinstance(args, argparse.Namespace):
+            raise CheckpointError(f"{self.folder} holds no arguments of Megatron's training")
+        return {name: value for name, value in vars(args).items() if not isinstance(value, _Unknown)}
+
+    @property
+    def recipe(self) -> dict | None:
+        """The recipe that trained it, for `Recipe.from_dict`; None where none is recorded."""
+        text = self.args.get(_RECORD)
+        return None if text is None else json.loads(text)["recipe"]
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Global shapes of all tensors, by name."""
+        return {
+            name: tuple(entry.size)
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if hasattr(entry, "size")
+        }
+
+    def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Whole tensors on the CPU, from whatever shards they were written in. Raises `CheckpointError`."""
+        import torch.distributed.checkpoint as dcp
+
+        entries = self._metadata.state_dict_metadata
+        missing = [name for name in names if name not in entries]
+        if missing:
+            raise CheckpointError(f"{self.folder} has no tensor {missing[0]} (found: {', '.join(self.tensors())})")
+        state = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # it says that one process loads alone
+            dcp.load(state, storage_reader=self._reader, no_dist=True)
+        return state
+
+    def _read_common(self) -> dict:
+        old = self.folder / "common.pt"  # Megatron-Core up to 0.16
+        if old.is_file():
+            return _load_plain(old.read_bytes())
+        for index, info in self._metadata.storage_data.items():
+            if index.fqn == _COMMON:
+                with (self.folder / info.relative_path).open("rb") as file:
+                    file.seek(info.offset)
+                    return _load_plain(file.read(info.length))
+        return {}
+
+
+def _iteration_folder(path: Path) -> Path:
+    tracker = path / TRACKER
+    if tracker.is_file():
+        word = tracker.read_text().strip()
+        path = path / ("release" if word == "release" else f"iter_{int(word):07d}")
+    if not path.is_dir():
+        raise CheckpointError(f"no checkpoint in {path}: no such folder")
+    if not (path / ".metadata").is_file():
+        raise CheckpointError(
+            f"{path} is not a distributed checkpoint (no .metadata in it); needed is one saved with "
+            "--ckpt-format torch_dist, by iteration or by the folder of --save"
+        )
+    return path
+
+
+class _Unknown:
+    """What stands for an object of a class that is not loaded from files."""
+
+    def __init__(self, *args, **kwargs):
+        pass
+
+    def __setstate__(self, state):
+        pass
+
+
+_PLAIN = {
+    ("argparse", "Namespace"), ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "complex"),
+    ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2"), ("torch", "ByteStorage"), ("torch", "FloatStorage"),
+    ("torch", "LongStorage"), ("torch", "IntStorage"), ("torch", "BFloat16Storage"),
+    ("torch", "float32"), ("torch", "bfloat16"), ("torch", "float16"),
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Builds plain values only; any other class becomes `_Unknown`, so that a file cannot run code."""
+
+    def find_class(self, module, name):
+        return super().find_class(module, name) if (module, name) in _PLAIN else _Unknown
+
+
+def _load_plain(data: bytes) -> dict:
+    module = types.ModuleType("plain_pickle")
+    module.Unpickler, module.load = _Unpickler, lambda file, **options: _Unpickler(file, **options).load()
+    loaded = torch.load(io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False)
+    loaded = loaded[0] if isinstance(loaded, list) and loaded else loaded
+    return loaded if isinstance(loaded, dict) else {}
