@@ -104,9 +104,10 @@ def prepare(model: torch.nn.Module, recipe=None, seed: int = 0, num_microbatches
     recipe: gives all of them this recipe (a `Recipe`, a name or path, or a function of a role); None keeps what they
     were built with. seed: of stochastic rounding, 32 bits. Unnamed modules take their path in the model as name, and
     producers that know their consumer's role find the consumer. Raises ``ValueError`` when the model has no
-    quantized module, or none of such a role; `RecipeError` for a rule that matches nothing, `PlanError` for a plan
-    that cannot run.
+    quantized module, none of such a role, or a sharded parameter with `main_grad`; `RecipeError` for a rule that
+    matches nothing, `PlanError` for a plan that cannot run.
     """
+    _refuse_main_grad_of_shards(model)
     runtimes, others = [], []
     for path, module in model.named_modules():
         if isinstance(module, LinearRuntime):
@@ -119,6 +120,16 @@ def prepare(model: torch.nn.Module, recipe=None, seed: int = 0, num_microbatches
         raise ValueError("prepare: the model has no quantized module (HybridLinear and its kin)")
     bind_outputs(model)
     return Controller(runtimes, None if recipe is None else as_recipe(recipe), seed, num_microbatches, tuple(others))
+
+
+def _refuse_main_grad_of_shards(model: torch.nn.Module) -> None:
+    """FSDP2 reduces what autograd returns; a gradient added to `main_grad` would never be reduced."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "main_grad") and hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"parameter {name}: it is sharded (FSDP2, DTensor) and has `main_grad`, which bypasses the reduction of "
+                "gradients; leave `main_grad` out, FSDP2 accumulates by itself"
+            )
 
 
 def _owner_path(path: str) -> str:

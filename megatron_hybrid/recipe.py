@@ -191,7 +191,7 @@ class Recipe:
         rule = self.rules[index]
         if module.num_layers is None and rule.match.needs_num_layers(module):
             raise self._error(
-                f"rules[{index}] counts layers from the last; module {module.name!r} does not say how many there are",
+                f"rules[{index}] counts layers from the last; module {module.label} does not say how many there are",
                 rule.line,
             )
         return rule.match.holds_for(module)
@@ -216,11 +216,11 @@ class Recipe:
         gemm = quant.lone_rht()
         if gemm is not None:
             message = lone_rht_message(gemm, *(quant.slot(gemm, operand) for operand in GEMMS[gemm]))
-            raise self._error(f"module {quant.module.name!r}: {message}", self._line_of(quant, gemm))
+            raise self._error(f"module {quant.module.label}: {message}", self._line_of(quant, gemm))
         if self.param_gather == "rowwise" and not quant.columnwise_derivable("weight"):
             row, column, _ = quant.quantizer("weight")
             raise self._error(
-                f"module {quant.module.name!r}: param_gather: rowwise needs a columnwise weight that follows from the "
+                f"module {quant.module.label}: param_gather: rowwise needs a columnwise weight that follows from the "
                 f"rowwise one, found rowwise {row} and columnwise {column} from the original; right would be "
                 "columnwise_source: {weight: rowwise_dequantized}, one per-tensor or 2d format for both, or "
                 "param_gather: both",

@@ -109,7 +109,7 @@ class CallableRecipe:
             self.resolve(module)
 
     def _error(self, module: ModuleRole, message: str) -> RecipeError:
-        return RecipeError(f"recipe function {self.name!r}, module {module.name!r}, {message}")
+        return RecipeError(f"recipe function {self.name!r}, module {module.label}, {message}")
 
 
 def as_recipe(recipe) -> Recipe | CallableRecipe:

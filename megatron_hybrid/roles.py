@@ -84,6 +84,11 @@ class ModuleRole:
             raise ValueError(f"module {self.name!r}: layer {self.layer} of a model with {self.num_layers} layers")
 
     @property
+    def label(self) -> str:
+        """The quoted name, with the expert's number for one of a grouped module: for messages."""
+        return repr(self.name) if self.expert is None else f"{self.name!r}, expert {self.expert}"
+
+    @property
     def tensor_types(self) -> tuple[str, ...]:
         return TENSOR_TYPES[self.module_type]
 

@@ -261,3 +261,100 @@ def test_outer_amax_given_by_the_caller_is_used():
     whole = torch.cat((x, 2 * x))
     assert torch.equal(t.rowwise.codes(), q.quantize(whole).rowwise.codes()[:16])
     assert cast(x, q.rowwise, "rowwise").outer_amax.item() == x.abs().max().item()
+
+
+def operands(monkeypatch):
+    """(gemm, payload of the weight) of every fprop and dgrad from now on."""
+    from megatron_hybrid.plan import GemmPlan
+
+    seen, original = [], GemmPlan.run
+
+    def run(self, gemm, a, b, *args, **kwargs):
+        if gemm != "wgrad" and self.name == "fc1":
+            seen.append((gemm, b))
+        return original(self, gemm, a, b, *args, **kwargs)
+
+    monkeypatch.setattr(GemmPlan, "run", run)
+    return seen
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_c37_a_weights_codes_and_scale_are_of_one_step_in_every_microbatch(monkeypatch, cached):
+    net = model(recipe(DELAYED))
+    ctl = mh.prepare(net, num_microbatches=2)
+    if not cached:
+        for r in ctl.runtimes:
+            r.weight_cache = None
+    seen, opt, scales = operands(monkeypatch), torch.optim.SGD(net.parameters(), lr=5.0), set()
+    for step in (1, 2, 3):
+        ctl.begin_step(step)
+        seen.clear()
+        state = {d: getattr(net[0].hq, f"weight_{d}_scale").clone() for d in ("rowwise", "columnwise")}
+        for j, x in enumerate(batches(2, seed=step)):
+            ctl.microbatch(j)
+            net(x.requires_grad_()).float().square().mean().backward()
+        assert [gemm for gemm, _ in seen] == ["fprop", "dgrad"] * 2
+        for _, payload in seen:
+            frozen = mh.DelayedState(state[payload.direction], None)
+            want = cast(net[0].weight.detach(), payload.format, payload.direction, state=frozen, transposed=payload.transposed)
+            assert torch.equal(payload.qdata, want.qdata) and torch.equal(payload.scale, want.scale)
+            scales.add(payload.scale.item())
+        opt.step()
+        opt.zero_grad()
+        ctl.end_step()
+    assert len(scales) > 2  # they did move
+
+
+@pytest.mark.parametrize("how", ["optimizer", "data_copy"])
+def test_c38_backward_after_a_step_reads_the_new_weights_column(monkeypatch, how):
+    net = model(recipe({"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4"}))
+    ctl, seen = mh.prepare(net), operands(monkeypatch)
+    opt = torch.optim.SGD(net.parameters(), lr=1.0)
+    for step in (1, 2, 3):
+        ctl.begin_step(step)
+        seen.clear()
+        net(batches(1, seed=step)[0].requires_grad_()).float().square().sum().backward()
+        (_, row), (_, column) = seen
+        for payload in (row, column):
+            want = cast(net[0].weight.detach(), payload.format, payload.direction, transposed=payload.transposed)
+            assert torch.equal(payload.qdata, want.qdata) and torch.equal(payload.scale, want.scale), payload.direction
+        opt.step() if how == "optimizer" else net[0].weight.data.copy_(torch.randn_like(net[0].weight))
+        opt.zero_grad()
+        ctl.end_step()
+
+
+def test_c39_loading_into_a_quantized_weight_writes_the_column_too():
+    layer = mh.HybridLinear(48, 64, False, recipe="mxfp8_fprop_nvfp4_bwd", dtype=torch.bfloat16)
+    q = layer.plan.quantizers["weight"]
+    source = mh.HybridLinear(48, 64, False, recipe="mxfp8_fprop_nvfp4_bwd", dtype=torch.bfloat16)
+    layer.weight = torch.nn.Parameter(q.quantize(torch.zeros(64, 48, dtype=torch.bfloat16)))
+    layer.load_state_dict(source.state_dict())
+    x, got = batches(1)[0], []
+    for m in (layer, source):
+        dx = x.clone().requires_grad_()
+        m(dx).sum().backward()
+        got.append(dx.grad)
+    assert torch.equal(*got) and got[0].abs().sum() > 0
+
+
+def test_c51_main_grad_beside_fsdp2_is_refused_and_gradients_go_through_its_reduction(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        net, alone = model(recipe({"fprop": "mxfp8_e4m3"})), model(recipe({"fprop": "mxfp8_e4m3"}))
+        for layer in (net[0], net[2]):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (1,)))
+        x = batches(1)[0]
+        for m in (net, alone):
+            mh.prepare(m).begin_step(1)
+            m(x.clone()).float().square().mean().backward()
+        for sharded, p in zip(net.parameters(), alone.parameters()):
+            assert torch.equal(sharded.grad.full_tensor(), p.grad)
+        net[2].weight.main_grad = torch.zeros(32, 64)
+        with pytest.raises(ValueError, match="parameter 2.weight: it is sharded .* and has `main_grad`"):
+            mh.prepare(net)
+    finally:
+        dist.destroy_process_group()

@@ -150,7 +150,7 @@ def test_c02_c20_c22_any_size_is_right(rows, k, n, fmt):
 
 
 @pytest.mark.parametrize("fmt", STATELESS)
-def test_emulated_is_within_fp32_summation_of_the_reference(fmt):
+def test_p66_emulated_is_within_fp32_summation_of_the_reference(fmt):
     # both multiply the same decoded FP32 operands; FP32 sums of K terms differ from exact by at most
     # K * 2^-24 * sum|a b| (any order), and bf16 output rounding adds 2^-8 relative once on either side
     x, dy = tensors(seed=10)

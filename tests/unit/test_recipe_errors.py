@@ -264,7 +264,7 @@ def test_unknown_names_and_files(tmp_path):
 
 
 @pytest.mark.parametrize("before", ["defaults: ", "defaults: nvfp4\nrules:\n- match: {layers: 1}\n  use: "])
-def test_mx_gradients_in_e5m2_warn(before, tmp_path):
+def test_c71_mx_gradients_in_e5m2_warn(before, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(f"version: 1\n{before}{{wgrad: {{grad_output: mxfp8_e5m2}}}}\n")
     with pytest.warns(RecipeWarning, match=r"mine.yaml:\d+: wgrad.grad_output is mxfp8_e5m2.*diverge"):

@@ -337,7 +337,7 @@ MODEL = [
         ({"name": "*core_attention"}, ["no effect", "attention", "core_attention"]),
     ],
 )
-def test_a_rule_that_matches_nothing_is_an_error(match, words, tmp_path):
+def test_c81_a_rule_that_matches_nothing_is_an_error(match, words, tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("version: 1\nrules:\n" + yaml.safe_dump([rule(FP4, layers=1), rule({"fprop": MX}, **match)]))
     made = Recipe.load(path)

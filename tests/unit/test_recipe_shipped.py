@@ -69,7 +69,7 @@ def test_the_list_is_complete():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_resolves_to_its_own_comment(name):
+def test_p31_a_recipe_resolves_to_its_own_comment(name):
     recipe, groups = Recipe.load(name), comment_table(name)
     assert groups and all(list(gemms) == list(GEMMS) for _, gemms in groups)
     steps = [None, 1, *(s + d for s in recipe.change_steps() for d in (-1, 0, 1)), 10**6]
