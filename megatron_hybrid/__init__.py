@@ -34,6 +34,7 @@ _EXPORTS = {
     "HybridMLP": "modules.mlp",
     "HybridGroupedLinear": "modules.grouped_linear",
     "FusedAdam": "optimizer",
+    "quantized_model_init": "weights",
 }
 
 __all__ = sorted(_EXPORTS)

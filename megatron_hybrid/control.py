@@ -74,7 +74,7 @@ class Controller:
             torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
             torch._foreach_copy_([state.history[0] for _, state in states], list(amaxes.unbind()))
         together = defaultdict(list)
-        for fmt, state in states:
+        for fmt, state in (pair for runtime in self.runtimes for pair in runtime.states(moving=True)):
             together[fmt, state.scale.device].append(state)
         for (fmt, _), same in together.items():
             update_states(fmt, same)

@@ -12,6 +12,8 @@ from collections import defaultdict
 
 import torch
 
+from .tensor_owner import Owned
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MASTER = "master_param"
 
@@ -20,7 +22,9 @@ class FusedAdam(torch.optim.Optimizer):
     """AdamW (``adam_w_mode``) or Adam with L2 regularisation; moments in FP32 whatever the parameter's type.
 
     A parameter that is not FP32 itself gets an FP32 master in its state: the update happens there, and
-    :meth:`after_update` writes it back. DTensor parameters are updated through their local shards.
+    :meth:`after_update` writes it back. A quantized parameter's master starts from its preserved high-precision value
+    (which is freed then) or else from its decode, and is cast to every direction the parameter holds, with its
+    module's delayed scales and random keys. DTensor parameters are updated through their local shards.
     ``capturable`` keeps ``step`` as a tensor on the device, for CUDA graphs; ``lr`` may then be a tensor too.
     """
 
@@ -66,8 +70,14 @@ class FusedAdam(torch.optim.Optimizer):
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
     @torch.no_grad()
-    def step(self, closure=None):
-        """One update of every parameter that has a gradient; a group's ``step`` counts for all of them."""
+    def step(self, closure=None, *, noop_flag: torch.Tensor | None = None):
+        """One update of every parameter that has a gradient; a group's ``step`` counts for all of them.
+
+        noop_flag: int32 device scalar; non-zero leaves parameters, masters, moments and ``step`` as they are, without
+        a wait for the device. Raises ``ValueError`` for it without ``capturable``: ``step`` must be on the device.
+        """
+        if noop_flag is not None and not self.capturable:
+            raise ValueError("FusedAdam: noop_flag needs capturable=True, which keeps `step` on the device")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -75,16 +85,19 @@ class FusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [param for param in group["params"] if param.grad is not None]
             if params:
-                self._advance(group, params[0].device)
-                self._update(group, params)
+                self._advance(group, params[0].device, noop_flag)
+                self._update(group, params, noop_flag)
         return loss
 
-    def after_update(self, param: torch.Tensor, master: torch.Tensor) -> None:
+    def after_update(self, param: torch.Tensor, master: torch.Tensor, noop_flag: torch.Tensor | None = None) -> None:
         """Write the updated FP32 master back to a parameter of another kind.
 
         Called for parameters that are tensor subclasses; plain ones are copied together.
         """
-        param.copy_(master)
+        if isinstance(param, Owned):
+            param.write(master, step=True, noop_flag=noop_flag)
+        else:
+            param.copy_(master)
 
     def state_dict(self):
         """As usual; ``step`` is an ``int`` in it, also when it lives on the device."""
@@ -105,22 +118,25 @@ class FusedAdam(torch.optim.Optimizer):
                 loaded = self.state[param].get(key)
                 if torch.is_tensor(tensor) and torch.is_tensor(loaded) and loaded.dtype != tensor.dtype:
                     self.state[param][key] = tensor.to(device=param.device, copy=True)
+            if isinstance(param, Owned) and MASTER in self.state[param]:
+                param.clear_high_precision_init_val()
+                param.set_master(self.state[param][MASTER])
         for group, device_step in zip(self.param_groups, device_steps, strict=True):
             step = int(group.get("step") or 0)
             # A captured graph knows the tensor that counts, so its value changes and not the tensor.
             group["step"] = device_step.fill_(step) if torch.is_tensor(device_step) else step
 
-    def _advance(self, group, device) -> None:
+    def _advance(self, group, device, noop_flag) -> None:
         """Count the group's step; a checkpoint without one (None) starts at 0."""
         step = group.get("step")
         if self.capturable:
             if not torch.is_tensor(step):
                 step = torch.full((), float(step or 0), dtype=torch.float32, device=device)
-            group["step"] = step.to(device).add_(1)
+            group["step"] = step.to(device).add_(1 if noop_flag is None else _is_zero(noop_flag))
         else:
             group["step"] = int(step or 0) + 1
 
-    def _update(self, group, params) -> None:
+    def _update(self, group, params, noop_flag) -> None:
         batches = defaultdict(list)  # the kernel takes tensors of one device
         copies = []
         for param in params:
@@ -132,24 +148,28 @@ class FusedAdam(torch.optim.Optimizer):
             if target is not param:
                 copies.append((param, target))
         for device, tensors in batches.items():
-            self._run(group, device, *(list(column) for column in zip(*tensors, strict=True)))
-        self._write_back(copies)
+            self._run(group, device, noop_flag, *(list(column) for column in zip(*tensors, strict=True)))
+        self._write_back(copies, noop_flag)
 
     def _state_of(self, param) -> dict:
         """The parameter's state, with whatever is missing created."""
         state = self.state[param]
-        if param.dtype != torch.float32 and MASTER not in state:
-            state[MASTER] = param.detach().to(torch.float32)
+        is_quantized = isinstance(param, Owned)
+        if (is_quantized or param.dtype != torch.float32) and MASTER not in state:
+            state[MASTER] = param.take_master() if is_quantized else param.detach().to(torch.float32)
         like = state.get(MASTER, param)
         for key in MOMENTS:
             if key not in state:
                 state[key] = torch.zeros_like(like, dtype=torch.float32)
         return state
 
-    def _run(self, group, device, targets, gradients, exp_avgs, exp_avg_sqs) -> None:
+    def _run(self, group, device, noop_flag, targets, gradients, exp_avgs, exp_avg_sqs) -> None:
         step = group["step"]
         if not group["bias_correction"]:
+            before = [tensor.clone() for tensor in (*targets, *exp_avgs, *exp_avg_sqs)] if noop_flag is not None else []
             self._run_uncorrected(group, targets, gradients, exp_avgs, exp_avg_sqs)
+            for tensor, old in zip((*targets, *exp_avgs, *exp_avg_sqs), before):
+                tensor.copy_(torch.where(noop_flag.reshape(()).bool(), old, tensor))
             return
         if not torch.is_tensor(step):
             step = torch.full((), float(step), dtype=torch.float32, device=device)  # a fill: no host sync
@@ -170,7 +190,7 @@ class FusedAdam(torch.optim.Optimizer):
             amsgrad=False,
             maximize=False,
             grad_scale=None,
-            found_inf=None,
+            found_inf=None if noop_flag is None else 1 - _is_zero(noop_flag).to(device),
         )
 
     def _run_uncorrected(self, group, targets, gradients, exp_avgs, exp_avg_sqs) -> None:
@@ -189,19 +209,24 @@ class FusedAdam(torch.optim.Optimizer):
         torch._foreach_mul_(updates, lr)
         torch._foreach_sub_(targets, updates)
 
-    def _write_back(self, copies) -> None:
+    def _write_back(self, copies, noop_flag) -> None:
         """The masters' new values into the parameters."""
         plain = [pair for pair in copies if type(pair[0]) in (torch.Tensor, torch.nn.Parameter)]
         if plain:
             params, masters = zip(*plain, strict=True)
             torch._foreach_copy_(list(params), list(masters))
+        flag = {} if noop_flag is None else {"noop_flag": noop_flag}
         for param, master in copies:
             if type(param) in (torch.Tensor, torch.nn.Parameter):
                 continue
             if hasattr(param, "to_local"):
-                self.after_update(_local(param), _local(master))
-            else:
-                self.after_update(param, master)
+                param, master = _local(param), _local(master)
+            self.after_update(param, master, **flag)
+
+
+def _is_zero(flag: torch.Tensor) -> torch.Tensor:
+    """float32 (): 1 where the flag is zero, else 0."""
+    return (flag.reshape(()) == 0).to(torch.float32)
 
 
 def _gradient_for(target, gradient):

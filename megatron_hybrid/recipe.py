@@ -124,6 +124,10 @@ class Recipe:
             raise ValueError(f"backward must be one of {', '.join(BACKWARD)}, found {mode!r}{nearest(mode, BACKWARD)}")
         return dataclasses.replace(self, defaults=tuple({**dict(self.defaults), "backward": mode}.items()))
 
+    def with_weights(self, weights: str) -> Recipe:
+        """This recipe with another ``weights``: ``high_precision`` or ``quantized``."""
+        return dataclasses.replace(self, weights=weights)
+
     def with_first_rule(self, match: Mapping, use) -> Recipe:
         """This recipe with one more rule before the others. Raises ``RecipeError`` as a rule in a file would."""
         rule = read_rule(from_object({"match": match, "use": use}, "added rule"))

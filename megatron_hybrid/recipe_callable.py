@@ -33,20 +33,20 @@ class CallableRecipe:
     """A function `QuantizerRole -> HybridQuantizer` (None: high precision) that can stand in for a `Recipe`.
 
     It is asked for every operand of every linear, and for attention's tensors, which must stay in high precision;
-    never for the output layer, unless `lm_head`. `backward` is the shorthand of recipe files. Everything else has
-    a recipe file's defaults.
+    never for the output layer, unless `lm_head`. `backward`, `weights`, `param_gather` and
+    `master_cast` are those of recipe files. Everything else has a recipe file's defaults.
     """
 
     function: Callable[[QuantizerRole], HybridQuantizer | None]
     name: str = ""
     backward: str = DEFAULT_SETTINGS["backward"]
     lm_head: bool = False
+    weights: str = CHOICES["weights"][0]
+    param_gather: str = CHOICES["param_gather"][0]
+    master_cast: str = CHOICES["master_cast"][0]
     version = VERSION
     description = ""
-    weights = CHOICES["weights"][0]
     dispatch = CHOICES["dispatch"][0]
-    param_gather = CHOICES["param_gather"][0]
-    master_cast = CHOICES["master_cast"][0]
 
     def __post_init__(self):
         if not self.name:
@@ -60,6 +60,10 @@ class CallableRecipe:
     def with_backward(self, mode: str) -> CallableRecipe:
         """This recipe with another ``backward``."""
         return replace(self, backward=mode)
+
+    def with_weights(self, weights: str) -> CallableRecipe:
+        """This recipe with another ``weights``."""
+        return replace(self, weights=weights)
 
     def to_dict(self) -> dict:
         """A record that a function was used: its name, not what it does. `Recipe.from_dict` refuses it."""

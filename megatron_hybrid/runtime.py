@@ -88,6 +88,7 @@ class LinearRuntime(torch.nn.Module):
         self.step: int | None = None
         self.keys: RandomKeys | None = None
         self.weight_cache: WeightCache | None = None
+        self.weight_owner = None  # `weights.WeightOwner` of a weight that lives quantized
         self.index_maps: dict[str, tuple[int, int, int]] = {}  # operand -> where a shard lies in the whole, see `Rng`
         self._plans: dict[torch.device, GemmPlan] = {}
         self._forward_plan: GemmPlan | None = None  # of the last forward outside backward
@@ -97,15 +98,16 @@ class LinearRuntime(torch.nn.Module):
     def plan_for(self, device: torch.device) -> GemmPlan:
         """The plan on a device, built at its first use there. Raises `PlanError`."""
         if device not in self._plans:
-            self._plans[device] = self._build(self.recipe, device)
+            self._plans[device] = self.build(self.recipe, device, self.step)
         return self._plans[device]
 
     def plans(self) -> list[GemmPlan]:
         """Those built so far, one a device."""
         return list(self._plans.values())
 
-    def _build(self, recipe: Recipe, device) -> GemmPlan:
-        resolved = recipe.resolve(self.role, step=self.step)
+    def build(self, recipe: Recipe, device, step: int | None) -> GemmPlan:
+        """The plan of a recipe at a step. Raises `PlanError`."""
+        resolved = recipe.resolve(self.role, step=step)
         return build_plan(resolved, self.label, device, backend=self.backend, save_input=self.save_input)
 
     @property
@@ -145,11 +147,35 @@ class LinearRuntime(torch.nn.Module):
                 self._buffers[name] = kept[name].to(buffer.device)
         return self
 
-    def states(self):
-        """(format, `DelayedState`) of everything this module scales by history."""
+    def states(self, *, moving: bool = False):
+        """(format, `DelayedState`) of everything this module scales by history.
+
+        moving: only those that move on at the end of a step. A quantized weight's does when the weight is written.
+        """
         if self._buffers:
             for prefix, fmt in _stateful(self.plan_for(next(self.buffers()).device)):
-                yield fmt, self._state(prefix)
+                if not (moving and self.weight_owner is not None and prefix.startswith(WEIGHT)):
+                    yield fmt, self._state(prefix)
+
+    def weight_states(self) -> tuple[DelayedState | None, DelayedState | None] | None:
+        """(rowwise, columnwise) state of the weight, or None where nothing is scaled by history."""
+        return tuple(self._state(f"{WEIGHT}_{d}") for d in DIRECTIONS) if self._buffers else None
+
+    def reset_states(self) -> None:
+        """Scales and histories as new."""
+        for name, buffer in self._buffers.items():
+            buffer.fill_(1.0 if name.endswith("_scale") else 0.0)
+
+    def load_states_first(self, state_dict: dict, prefix: str) -> None:
+        """Take over scales and histories of a state dict before the weight is loaded, whose cast reads them."""
+        for name, buffer in self._buffers.items():
+            loaded = state_dict.get(prefix + name)
+            if loaded is not None and loaded.shape == buffer.shape and not buffer.is_meta:
+                buffer.copy_(loaded)
+
+    def quantizes_weight(self) -> bool:
+        """Whether the plan quantizes the weight in any direction."""
+        return any(fmt.is_quantized for plan in self._plans.values() for fmt in plan.quantizers[WEIGHT].formats())
 
     def _state(self, prefix: str, record=True) -> DelayedState | None:
         scale = self._buffers.get(f"{prefix}_scale")
@@ -169,20 +195,31 @@ class LinearRuntime(torch.nn.Module):
 
     def replan(self, recipe: Recipe) -> None:
         """Switch recipe: the new plan is built and checked before anything changes."""
-        plans = {device: self._build(recipe, device) for device in self._plans}
+        plans = {device: self.build(recipe, device, self.step) for device in self._plans}
         self.recipe, self._plans = recipe, plans
         for device, plan in plans.items():
             self._make_state(plan, device)
         self.invalidate()
+        if self.weight_owner is not None:
+            self.weight_owner.requantize()
 
     def check(self, recipe: Recipe) -> None:
         """Raise `PlanError` if this module could not follow `recipe`; changes nothing."""
         for device in self._plans:
-            self._build(recipe, device)
+            plan = self.build(recipe, device, self.step)
+            if self.weight_owner is not None:
+                self.weight_owner.check(recipe, device)
+            elif recipe.weights == "quantized" and any(f.is_quantized for f in plan.quantizers[WEIGHT].formats()):
+                raise PlanError(
+                    f"{plan.label}: the recipe says `weights: quantized`, but this weight was made in high precision; "
+                    "build the model with this recipe, or under mh.quantized_model_init(recipe), modules that rules "
+                    "match by name with their names"
+                )
 
     def name_if_unnamed(self, name: str) -> None:
         if not self.role.name:
             self.role = replace(self.role, name=name)
+            self.check(self.recipe)
             self.replan(self.recipe)
 
     def make_keys(self) -> None:

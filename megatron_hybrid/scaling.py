@@ -47,8 +47,11 @@ class DelayedState:
         update_states(fmt, [self])
 
 
-def update_states(fmt: Format, states: list[DelayedState]) -> None:
-    """`DelayedState.update` of many states of one format on one device, in as many kernels as for one."""
+def update_states(fmt: Format, states: list[DelayedState], noop: torch.Tensor | None = None) -> None:
+    """`DelayedState.update` of many states of one format on one device, in as many kernels as for one.
+
+    noop: int32 device scalar; non-zero changes nothing.
+    """
     histories = torch.stack([state.history for state in states])
     scales = torch.stack([state.scale for state in states])
     amax = histories.amax(dim=1) if fmt.option("algo") == "max" else histories[:, 0]
@@ -58,6 +61,9 @@ def update_states(fmt: Format, states: list[DelayedState]) -> None:
     scale = torch.where(usable, scale.clamp(max=FLT_MAX), scales)
     rolled = torch.roll(histories, 1, dims=1)
     rolled[:, 0] = 0
+    if noop is not None:
+        skip = noop.reshape(()).bool()
+        scale, rolled = torch.where(skip, scales, scale), torch.where(skip, histories, rolled)
     torch._foreach_copy_([state.scale for state in states], list(scale.unbind()))
     torch._foreach_copy_([state.history for state in states], list(rolled.unbind()))
 

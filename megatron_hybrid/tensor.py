@@ -16,6 +16,7 @@ import torch
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE, nearest, parse_format
 from .quantizer import SOURCE_DTYPES, HybridQuantizer, as_matrix
 from .storage import QuantizedStorage
+from .tensor_owner import Marks, Owned
 
 WHOLE = None
 _PREFIX = {ROWWISE: "rowwise_", COLUMNWISE: "columnwise_"}
@@ -83,7 +84,7 @@ def matrix_shape(size) -> tuple[int, int]:
     return (math.prod(size[:-1]), size[-1]) if len(size) else (1, 1)
 
 
-class HybridTensor(torch.Tensor):
+class HybridTensor(Owned, torch.Tensor):
     """A quantized tensor of up to two directions. Made by `HybridQuantizer.quantize` or `from_storages`.
 
     rowwise, columnwise   the payloads, or None
@@ -118,7 +119,8 @@ class HybridTensor(torch.Tensor):
             cls, size, strides=stride, storage_offset=offset if stride else None, dtype=dtype, device=device
         )
         t._row, t._col, t._quantizer = row, col, quantizer
-        t._matrix, t._stale, t._shared = matrix, stale, shared
+        t._matrix, t._shared = matrix, shared
+        t._stale = stale if isinstance(stale, Marks) else Marks(stale)
         return t
 
     def __init__(self, *args, **kwargs):
@@ -275,6 +277,7 @@ class HybridTensor(torch.Tensor):
     def _written(self, row, col) -> None:
         """Record what an in-place write did: version counters and staleness."""
         self._bump(row, col)
+        self._stale.init_value = None  # not the value any more
         written = [s.qdata for s in (row, col) if s is not None]
         for s in (self._row, self._col):
             if s is not None and not any(s.qdata is q for q in written):

@@ -38,10 +38,18 @@ def dispatch(func, args, kwargs):
     rule = RULES.get(func)
     if rule is None:
         t = next(a for a in tree_iter((args, kwargs)) if isinstance(a, hybrid.HybridTensor))
-        raise NotImplementedError(
-            f"{func} has no rule for HybridTensor({t.describe()}): call .dequantize() on it for a plain tensor"
-        )
+        raise NotImplementedError(f"{func} has no rule for HybridTensor({t.describe()}): {_cure(func)}")
     return rule(func, *args, **kwargs)
+
+
+def _cure(func) -> str:
+    if not func._schema.is_mutable:
+        return "call .dequantize() on it for a plain tensor"
+    return (
+        "arithmetic in place would round every step to its codes and lose small updates; an optimizer over quantized "
+        "weights must keep FP32 masters and write them back: use mh.FusedAdam, or `p.copy_(master)` after a step of "
+        "one's own"
+    )
 
 
 # ---- views of the whole tensor
@@ -266,11 +274,12 @@ def _copy_(func, dst, src, non_blocking=False):
     if not isinstance(dst, hybrid.HybridTensor):  # decode into a plain tensor
         return dst.copy_(src.dequantize(dtype=dst.dtype if dst.dtype in SOURCE_DTYPES else torch.float32), non_blocking)
     if not isinstance(src, hybrid.HybridTensor):  # quantize anew, both directions from the source
-        return dst.update(src.to(dst.device, non_blocking=non_blocking).expand(dst.shape))
+        return dst.write(src.to(dst.device, non_blocking=non_blocking).expand(dst.shape))
     _check_bytes_fit(func, dst, src)
     for mine, theirs in ((dst.rowwise, src.rowwise), (dst.columnwise, src.columnwise)):
         if mine is not None:
             moves.copy_(mine, theirs)
+    dst._stale.init_value = None
     if dst._shared is hybrid.WHOLE:
         dst._stale.clear()
     dst._stale.update(d for d in src.stale if getattr(dst, d) is not None)

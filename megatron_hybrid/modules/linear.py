@@ -9,9 +9,9 @@ import torch
 from ..consumer import Output, cast_input
 from ..linear import LOCAL, hybrid_linear
 from ..plan import INPUT, PAYLOAD, GemmPlan
-from ..recipe_callable import as_recipe
 from ..roles import LINEAR, ModuleRole, QuantizerRole
 from ..runtime import LinearRuntime
+from ..weights import HoldsWeight, fresh_values, module_recipe
 
 
 def part_name(module: str, part: str) -> str:
@@ -19,20 +19,21 @@ def part_name(module: str, part: str) -> str:
     return f"{module}.{part}" if module else ""
 
 
-class HybridLinear(torch.nn.Module):
+class HybridLinear(HoldsWeight, torch.nn.Module):
     """`y = x @ weight.T + bias`, each GEMM in the formats the recipe gives it.
 
     in_features, out_features, bias, device, dtype: as `torch.nn.Linear`. recipe: a `Recipe`, a shipped recipe's
-    name, a path, or a function `role -> HybridQuantizer`. name: the module's full name, which the recipe's rules
-    match. layer, num_layers: the global 1-based layer number and count, for rules on layers. output_role: the role
-    of what reads y, see consumer.py. save_input: ``payload`` or ``original``, see `build_plan`. backend: force a
-    gemm backend by name (tests).
+    name, a path, or a function `role -> HybridQuantizer`; by default that of `quantized_model_init`, else ``bf16``.
+    With ``weights: quantized`` the weight is a `HybridTensor`, see weights.py. name: the module's full name, which
+    the recipe's rules match. layer, num_layers: the global 1-based layer number and count, for rules on layers.
+    output_role: the role of what reads y, see consumer.py. save_input: ``payload`` or ``original``, see `build_plan`.
+    backend: force a gemm backend by name (tests).
 
     Raises `PlanError` (a ValueError) at construction for a combination no backend can run.
     """
 
     def __init__(
-        self, in_features, out_features, bias=True, *, recipe="bf16", name="", layer=None, num_layers=None,
+        self, in_features, out_features, bias=True, *, recipe=None, name="", layer=None, num_layers=None,
         output_role=None, save_input=PAYLOAD, backend=None, device=None, dtype=None,
     ):  # fmt: skip
         super().__init__()
@@ -40,13 +41,17 @@ class HybridLinear(torch.nn.Module):
         self.output = Output(output_role)
         self.weight = torch.nn.Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
-        self.reset_parameters()
         role = ModuleRole(LINEAR, name, layer=layer, num_layers=num_layers)
-        self.hq = LinearRuntime(as_recipe(recipe), role, self.weight.device, backend=backend, save_input=save_input)
+        recipe = module_recipe(recipe)
+        self.hq = LinearRuntime(recipe, role, self.weight.device, backend=backend, save_input=save_input)
+        self.reset_parameters()
+        self.hold_weight()
 
     def reset_parameters(self) -> None:
-        """`torch.nn.Linear`'s initialisation."""
-        torch.nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        """`torch.nn.Linear`'s initialisation; delayed scales start anew."""
+        self.hq.reset_states()
+        with fresh_values(self.weight) as weight:
+            torch.nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         if self.bias is not None:
             bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
             torch.nn.init.uniform_(self.bias, -bound, bound)

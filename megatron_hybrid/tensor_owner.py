@@ -1,0 +1,81 @@
+"""What a quantized parameter knows besides its bytes: who writes it, and its value in high precision.
+
+None of this is part of the tensor's value: it is not saved, not copied, and lives on in detached tensors and `.data`.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+
+class Marks(set):
+    """Shared by all tensors over the same payloads: the set of stale directions, and of a parameter
+
+    owner          what calls its casts (`weights.WeightOwner`): knows delayed scales, random keys, rounding; or None
+    preserve       keep the high-precision value of the next write that is not an optimizer's
+    init_value     that value, on the CPU, or None
+    master         weak reference to the FP32 master that an optimizer keeps, or None
+    """
+
+    owner = init_value = master = None
+    preserve = False
+
+    def inherit(self, other: Marks) -> None:
+        """Take over everything but staleness: the payloads have moved, the parameter is the same one."""
+        self.owner, self.preserve, self.init_value, self.master = (
+            other.owner, other.preserve, other.init_value, other.master
+        )  # fmt: skip
+
+
+class Owned:
+    """The part of `HybridTensor` that concerns parameters. `_stale` is its `Marks`."""
+
+    __slots__ = ()
+
+    def write(self, src: torch.Tensor, *, step: bool = False, noop_flag=None):
+        """Quantize `src` into every direction held, with the scales, keys and rounding of the module that owns it.
+
+        src: this shape, high precision, this device. step: by an optimizer after its step (delayed scales then move
+        on). noop_flag: int32 device scalar; non-zero changes nothing. A tensor without an owner is just updated.
+        Raises what `update` raises, before anything is written.
+        """
+        marks = self._stale
+        if marks.owner is None:
+            self.update(src, noop_flag=noop_flag)
+        else:
+            marks.owner.write(self, src, step=step, noop_flag=noop_flag)
+        if not step and marks.preserve and self._shared is None:
+            marks.init_value = src.detach().to("cpu", copy=True) if not src.is_meta else None
+        return self
+
+    def get_high_precision_init_val(self) -> torch.Tensor | None:
+        """The value that was quantized, in its own dtype, on the CPU; None unless it was preserved.
+
+        Initialisation and loading set it, any other write drops it. See `quantized_model_init`.
+        """
+        return self._stale.init_value if self._shared is None else None
+
+    def clear_high_precision_init_val(self) -> None:
+        """Free the preserved value, and preserve no other."""
+        self._stale.init_value, self._stale.preserve = None, False
+
+    def take_master(self) -> torch.Tensor:
+        """A new FP32 master on this device: from the preserved value, which is freed, else from the decode."""
+        value = self.get_high_precision_init_val()
+        value = self.detach().dequantize() if value is None else value
+        self.clear_high_precision_init_val()
+        master = value.to(device=self.device, dtype=torch.float32, copy=True)
+        self.set_master(master)
+        return master
+
+    def set_master(self, master: torch.Tensor) -> None:
+        """Tell the parameter which FP32 tensor its optimizer keeps; a change of formats is then cast from that."""
+        self._stale.master = weakref.ref(master)
+
+    def best_value(self) -> torch.Tensor:
+        """The most exact value there is, on this device: the master, the preserved value, else the decode."""
+        master = None if self._stale.master is None else self._stale.master()
+        value = self.get_high_precision_init_val() if master is None else master
+        return self.detach().dequantize() if value is None else value.detach().to(self.device)

@@ -1,0 +1,232 @@
+"""Parameters that live quantized: how a module creates, initialises, writes and requantizes its weight.
+
+    with mh.quantized_model_init("mxfp8"):
+        model = mh.HybridMLP(64, 256)          # weights are `HybridTensor`s; nothing keeps them in high precision
+    optimizer = mh.FusedAdam(model.parameters())   # keeps FP32 masters, writes both directions after a step
+
+A recipe with ``weights: quantized`` does the same without the context. Which directions a weight holds follows from
+the plan: those that forward and backward read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+
+from .formats import COLUMNWISE
+from .plan import WEIGHT, GemmPlan, PlanError
+from .recipe_callable import as_recipe
+from .scaling import Rng, update_states
+from .tensor import HybridTensor
+
+QUANTIZED = "quantized"
+DEFAULT_RECIPE = "bf16"
+
+
+@dataclass(frozen=True)
+class InitMode:
+    """What `quantized_model_init` says to the modules that are built inside."""
+
+    recipe: object
+    preserve: bool
+    requires_grad: bool
+
+
+_mode: ContextVar[InitMode | None] = ContextVar("quantized_model_init", default=None)
+
+
+@contextlib.contextmanager
+def quantized_model_init(recipe, preserve_high_precision_init_val: bool = False, *, requires_grad: bool = True):
+    """Modules built inside have quantized weights, and this recipe unless they are given one.
+
+    recipe: a `Recipe`, a name or path, or a function of a role. preserve_high_precision_init_val: keep a copy of the
+    initial (or loaded) values on the CPU, `p.get_high_precision_init_val()`, from which `FusedAdam` starts its
+    masters, exactly; it frees them then, as `p.clear_high_precision_init_val()` does. requires_grad: False for
+    inference: frozen weights that hold only the direction that forward reads.
+
+    Weights that the recipe leaves in high precision stay plain parameters. Works under `no_grad` and on the meta
+    device (``to_empty``, then ``reset_parameters`` or ``load_state_dict``). Raises `PlanError` at a module whose
+    recipe reads one direction of the weight in high precision.
+    """
+    token = _mode.set(InitMode(as_recipe(recipe), preserve_high_precision_init_val, requires_grad))
+    try:
+        yield
+    finally:
+        _mode.reset(token)
+
+
+def module_recipe(recipe):
+    """The recipe of a module that is being built: its own, else the context's, else the default."""
+    mode = _mode.get()
+    if recipe is None:
+        recipe = DEFAULT_RECIPE if mode is None else mode.recipe
+    return as_recipe(recipe) if mode is None else as_recipe(recipe).with_weights(QUANTIZED)
+
+
+class WeightOwner:
+    """Stands between a module's quantized weight and the runtime whose plan and scales its casts read.
+
+    Holds neither alive. Copies and pickles of it are None: a copied module makes its own.
+    """
+
+    def __init__(self, module: torch.nn.Module, name: str, runtime):
+        self._module, self._name, self._runtime = weakref.ref(module), name, weakref.ref(runtime)
+
+    def __reduce__(self):
+        return type(None), ()
+
+    @property
+    def weight(self) -> HybridTensor | None:
+        module = self._module()
+        weight = None if module is None else module._parameters.get(self._name)
+        return weight if isinstance(weight, HybridTensor) else None
+
+    def keys(self, device) -> dict:
+        """`rng` and `state` of a cast of this weight now."""
+        runtime = self._runtime()
+        return dict(rng=_rng(runtime, device), state=runtime.weight_states())
+
+    def write(self, t: HybridTensor, src: torch.Tensor, *, step: bool, noop_flag=None) -> None:
+        """See `Owned.write`."""
+        runtime = self._runtime()
+        if runtime is None:  # the module is gone, the weight is not
+            t.update(src, noop_flag=noop_flag)
+            return
+        src = rounded(src, t.dtype, runtime.recipe)
+        keys = self.keys(t.device)
+        t.quantizer.check_arguments(t._source(src), **keys, noop=noop_flag)
+        if step and keys["state"] is not None:
+            for state, fmt in zip(keys["state"], t.quantizer.formats()):
+                if state is not None:
+                    update_states(fmt, [state], noop_flag)
+        t.update(src, **keys, noop_flag=noop_flag)
+
+    def check(self, recipe, device) -> None:
+        """Raise `PlanError` for a recipe that this weight could not follow."""
+        check_recipe(self._runtime(), recipe, device)
+
+    def requantize(self) -> None:
+        """Follow a changed plan: cast anew from the master, the preserved value, else the decode, in that order."""
+        t, runtime = self.weight, self._runtime()
+        if t is None or t.quantizer == runtime.plan_for(t.device).quantizers[WEIGHT]:
+            return
+        marks = t._stale
+        with torch.no_grad():
+            new = quantize(runtime, t.best_value(), t.dtype, trained=t.requires_grad or t.columnwise is not None)
+            new._stale.inherit(marks)
+            t.data = new
+        torch.autograd.graph.increment_version(t)
+
+
+def rounded(src: torch.Tensor, dtype: torch.dtype, recipe) -> torch.Tensor:
+    """`src` as the recipe's ``master_cast`` wants it: as it is, or rounded to the parameter's dtype first."""
+    return src.to(dtype) if recipe.master_cast == "param_dtype" else src
+
+
+def _rng(runtime, device) -> Rng | None:
+    if not any(fmt.sr for fmt in runtime.plan_for(device).quantizers[WEIGHT].formats()):
+        return None
+    index_map = runtime.index_maps.get(WEIGHT)
+    if runtime.keys is not None:
+        return runtime.keys.rng(runtime.role, WEIGHT, device, index_map)
+    from .roles import tensor_id  # before there is a controller: the draw of step 0 with seed 0
+
+    return Rng(0, tensor_id(runtime.role.operand(WEIGHT)), 0, 0, index_map, device=device)
+
+
+def quantize(runtime, x: torch.Tensor, dtype: torch.dtype, *, trained: bool) -> HybridTensor:
+    """`x` in the directions that the plan reads; `trained` False: those of forward only."""
+    plan = runtime.plan_for(x.device)
+    quantizer = plan.quantizers[WEIGHT]
+    x = rounded(x, dtype, runtime.recipe)
+    columnwise = trained and plan.saved[WEIGHT] == COLUMNWISE
+    keys = dict(rng=_rng(runtime, x.device), state=runtime.weight_states())
+    t = quantizer.quantize(x, columnwise=columnwise, **keys)
+    return t if x.dtype == dtype else t.to(dtype)
+
+
+def check_plan(plan: GemmPlan, resolved) -> None:
+    """Raise `PlanError` for a plan that reads the original of a weight that lives quantized.
+
+    resolved: the recipe's `ModuleQuant` that the plan was built from.
+    """
+    quantizer = plan.quantizers[WEIGHT]
+    row, column = quantizer.formats()
+    if row.is_quantized and (column.is_quantized or quantizer.derives_columnwise):
+        return
+    gemms = [gemm for gemm, fmt in (("fprop", row), ("dgrad", column)) if not fmt.is_quantized]
+    why = " (`backward: high_precision`)" if resolved.backward == "high_precision" else ""
+    raise PlanError(
+        f"{plan.label}: its weight lives quantized and nothing keeps it in high precision, which {' and '.join(gemms)} "
+        f"would read{why}; use `backward: dequantized` or a quantized format there, or `weights: high_precision`"
+    )
+
+
+def check_recipe(runtime, recipe, device) -> None:
+    """Raise `PlanError` if a quantized weight could not follow a recipe, now or from a later step on."""
+    for step in (runtime.step, *recipe.change_steps()):
+        check_plan(runtime.build(recipe, device, step), recipe.resolve(runtime.role, step=step))
+
+
+class HoldsWeight:
+    """What a module with one weight and one runtime, `self.hq`, adds for a weight that may live quantized."""
+
+    def hold_weight(self, name: str = "weight") -> None:
+        """Quantize the parameter `name`, initialised before, if the recipe says so. Once, at the end of building."""
+        mode, hq, weight = _mode.get(), self.hq, self._parameters[name]
+        if hq.recipe.weights != QUANTIZED or not hq.quantizes_weight():
+            return
+        check_recipe(hq, hq.recipe, weight.device)
+        preserve = mode is not None and mode.preserve
+        trained = weight.requires_grad and (mode is None or mode.requires_grad)
+        with torch.no_grad():
+            t = quantize(hq, weight.detach(), weight.dtype, trained=trained)
+        t._stale.preserve = preserve
+        if preserve and not weight.is_meta:
+            t._stale.init_value = weight.detach().to("cpu", copy=True)
+        new = torch.nn.Parameter(t, requires_grad=trained)
+        new.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in new.__dict__})
+        self._parameters[name] = new
+        self._own_weight(name)
+
+    def _own_weight(self, name: str = "weight") -> None:
+        hq, weight = self._modules.get("hq"), self._parameters.get(name)
+        if hq is not None and isinstance(weight, HybridTensor):
+            hq.weight_owner = weight._stale.owner = WeightOwner(self, name, hq)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._own_weight()
+
+    def _apply(self, fn, recurse=True):
+        """Moves keep what the parameter knows."""
+        before = self._parameters.get("weight")
+        known = (before._stale, dict(before.__dict__)) if isinstance(before, HybridTensor) else None
+        super()._apply(fn, recurse)
+        after = self._parameters.get("weight")
+        if known is not None and isinstance(after, HybridTensor):
+            if after._stale is not known[0]:
+                after._stale.inherit(known[0])
+            after.__dict__.update(known[1])
+        return self
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        if self._modules.get("hq") is not None:
+            self.hq.load_states_first(state_dict, prefix + "hq.")  # the weight is cast with these
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def fresh_values(weight: torch.Tensor):
+    """A tensor to initialise in the place of `weight`: itself, or a plain one that is then quantized into it."""
+    if not isinstance(weight, HybridTensor):
+        yield weight
+        return
+    values = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+    yield values
+    with torch.no_grad():
+        weight.copy_(values)
