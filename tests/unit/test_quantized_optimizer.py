@@ -43,7 +43,7 @@ def test_p59_masters_track_torch_and_payloads_are_their_quantization(fmt):
     assert pointers == [b.data_ptr() for s in (weight.rowwise, weight.columnwise) for b in s.buffers().values()]
 
 
-def test_case44_masters_start_from_the_initial_value_which_is_freed():
+def test_c44_masters_start_from_the_initial_value_which_is_freed():
     module = quantized("nvfp4_fprop_mxfp8_bwd")
     initial = module.weight.get_high_precision_init_val().float()
     optimizer = mh.FusedAdam(module.parameters(), lr=0.0)
@@ -90,7 +90,7 @@ def test_a_thousand_steps_of_a_hundredth_of_a_quantum_move_a_weight(fmt):
         lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     ],
 )
-def test_an_optimizer_without_masters_is_refused_and_the_error_names_the_cure(make):
+def test_c46_an_optimizer_without_masters_is_refused_and_the_error_names_the_cure(make):
     module = linear(uniform("mxfp8_e4m3"), bias=False)
     before = module.weight.detach().clone()
     optimizer = make(module.parameters())
@@ -175,7 +175,7 @@ def test_step_rules_requantize_from_masters():
         step_of(module, optimizer, control, step)
 
 
-def test_p37_delayed_scales_and_bytes_are_of_one_version():
+def test_c37_delayed_scales_and_bytes_are_of_one_version():
     """Case 37: the scale stored with the codes is the one they were cast with, whatever the state does later."""
     fmt = "fp8_delayed_e4m3:history=2"
     module = quantized(uniform(fmt))

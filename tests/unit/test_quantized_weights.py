@@ -97,7 +97,7 @@ def test_the_context_gives_modules_their_recipe_and_nests():
     assert type(mlp.norm.weight) is torch.nn.Parameter
 
 
-def test_d2_directions_follow_the_plan_and_requires_grad_not_the_grad_mode():
+def test_c55_directions_follow_the_plan_and_requires_grad_not_the_grad_mode():
     """Case 55: one direction where one is read. D2: `no_grad` at construction does not matter."""
     with torch.no_grad():
         both = linear(uniform("mxfp8_e4m3")).weight
@@ -161,7 +161,7 @@ def test_no_high_precision_copy_lives(name):
 
 
 @pytest.mark.parametrize("name", ["mxfp8", "fp8_delayed", "fp8_block", "fp8_rowwise", "nvfp4", "nvfp4_fprop_mxfp8_bwd"])
-def test_p26_p56_training_and_evaluation_as_with_bf16_parameters(name):
+def test_p26_c36_c38_training_and_evaluation_as_with_bf16_parameters(name):
     """P26, P56, cases 36, 37, 38: with `master_cast: param_dtype` every output has the bits of bf16 parameters,
 
     also with evaluations and gradient accumulation in between, and after steps.
@@ -229,7 +229,7 @@ def test_meta_device_is_materialised_later(fmt):
 
 
 @pytest.mark.parametrize("fmt", [DELAYED, "mxfp8_e4m3", "nvfp4:2d", "nvfp4:sr"])
-def test_p38_case39_bf16_files_into_quantized_weights_and_back(fmt):
+def test_p38_c39_bf16_files_into_quantized_weights_and_back(fmt):
     """P38, case 39: both directions come from the loaded values; the way back is the decode."""
     plain, target = linear(high(uniform(fmt)), seed=1), linear(uniform(fmt))
     for name, buffer in plain.hq._buffers.items():
@@ -282,7 +282,7 @@ def test_copies_moves_and_pickles_keep_the_module_s_scales():
     assert same_bytes(torch.load(file, weights_only=True), module.weight)
 
 
-def test_shared_weights_accumulate():
+def test_c52_shared_quantized_weights_accumulate():
     """Case 52: a quantized weight used twice has the gradient of both uses."""
     a, b = linear(uniform("mxfp8_e4m3"), bias=False), linear(uniform("mxfp8_e4m3"), bias=False)
     b.weight = a.weight
