@@ -44,8 +44,18 @@ class Controller:
         for runtime in runtimes:
             runtime.keys = self.keys
             runtime.weight_cache = WeightCache()
+        self.recorder = None  # of statistics
         if recipe is not None:
             self.switch(recipe)
+
+    def record_statistics(self, every: int, path, **options) -> None:
+        """Every `every` steps, measure what the casts of the first microbatch do and append it to a file of JSON lines.
+
+        path, options (writer, rank, say): see `observe.recorder.Recorder`, which says what raises.
+        """
+        from .observe.recorder import Recorder
+
+        self.recorder = Recorder(every, path, **options)
 
     def begin_step(self, step: int, num_microbatches: int | None = None) -> None:
         """Start of step `step` (Megatron's 1-based iteration): step rules take effect, a cache window opens."""
@@ -55,6 +65,8 @@ class Controller:
         for runtime in self.runtimes:
             runtime.make_keys()
         self.invalidate()
+        if self.recorder is not None:
+            self.recorder.begin_step(step, self.runtimes)
 
     def microbatch(self, index: int) -> None:
         """Before the forward of microbatch `index` (0-based), and before its backward where others ran in between."""
@@ -66,6 +78,8 @@ class Controller:
         group: the process group whose ranks share the tensors; all amaxes are max-reduced in one collective.
         """
         self.invalidate()
+        if self.recorder is not None:
+            self.recorder.end_step(self.keys.step)
         states = [pair for runtime in self.runtimes for pair in runtime.states()]
         if not states:
             return

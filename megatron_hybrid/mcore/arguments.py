@@ -42,6 +42,18 @@ class HybridQuantConfig:
         "evaluation (iteration, valid_loss or test_loss), in full precision.",
         metavar="PATH",
     )
+    hq_stats_interval: int = _flag(
+        0,
+        "Every N iterations, measure what quantization does to each tensor (SNR, underflow, saturation, exponents) and "
+        "write it to --hq-stats-file and TensorBoard; 0: never.",
+        metavar="N",
+    )
+    hq_stats_file: str | None = _flag(
+        None,
+        "Where statistics go, as JSON lines, a file a rank. Default: hq_stats.jsonl in the folder of --hq-metrics-file, "
+        "--tensorboard-dir or --save, the first that is given.",
+        metavar="PATH",
+    )
     hq_check_nan: bool = _flag(
         False, "Stop at the first NaN or Inf in a loss or gradient (Megatron's own check, which must not be off)."
     )

@@ -107,4 +107,26 @@ def attach_in_run(chunks: list) -> list:
         driver = attach(chunks, seed=args.seed)
         if driver is not None:
             state.note_missing(driver.controller.runtimes, args)
+            _record_statistics(driver.controller, args)
     return chunks
+
+
+def _record_statistics(controller: Controller, args) -> None:
+    """``--hq-stats-interval`` on the last data-parallel rank of every stage and shard: all modules, and Megatron's writer.
+
+    TensorBoard gets the modules of the last rank, which alone has a writer.
+    """
+    if not getattr(args, "hq_stats_interval", 0) or controller.keys.replica != controller.keys.num_replicas - 1:
+        return
+    from megatron.training import get_tensorboard_writer
+
+    from .validation import statistics_path
+
+    is_last = args.rank == args.world_size - 1
+    controller.record_statistics(
+        args.hq_stats_interval,
+        statistics_path(args),
+        writer=get_tensorboard_writer() if is_last else None,
+        rank=args.rank if args.world_size > 1 else None,
+        say=(lambda line: print(line, flush=True)) if is_last else None,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ..data import check_data_paths
 from .errors import UserError
 
@@ -33,8 +35,25 @@ def check_flags(args) -> None:
         )
     if args.hybrid_layer_pattern is not None:
         raise UserError(f"--hybrid-layer-pattern beside --hq-recipe {args.hq_recipe}: only GPT models for now")
+    if args.hq_stats_interval < 0:
+        raise UserError(f"--hq-stats-interval {args.hq_stats_interval}: a number of iterations, or 0 for never")
+    if args.hq_stats_interval and statistics_path(args) is None:
+        raise UserError(
+            "--hq-stats-interval has no place to write to; give --hq-stats-file, --hq-metrics-file, --tensorboard-dir or "
+            "--save"
+        )
+    if args.hq_stats_file and not args.hq_stats_interval:
+        raise UserError(f"--hq-stats-file {args.hq_stats_file} without --hq-stats-interval N: nothing would be written")
     if args.hq_check_nan and not args.check_for_nan_in_loss_and_grad:
         raise UserError("--hq-check-nan beside --no-check-for-nan-in-loss-and-grad: they contradict each other")
+
+
+def statistics_path(args) -> Path | None:
+    """The file of ``--hq-stats-interval``, before ranks are told apart."""
+    if args.hq_stats_file:
+        return Path(args.hq_stats_file)
+    folders = (args.hq_metrics_file and Path(args.hq_metrics_file).parent, args.tensorboard_dir, args.save)
+    return next((Path(folder) / "hq_stats.jsonl" for folder in folders if folder), None)
 
 
 def check_ranks(args) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from mcore_cases import ITERATIONS, MODEL, MOCK, SCRIPT, TP2, Case, metrics, run_cases
+from mcore_cases import ITERATIONS, MIXED, MODEL, MOCK, SCRIPT, TP2, Case, metrics, run_cases
 
 import megatron_hybrid as mh
 
@@ -55,6 +55,8 @@ def whole_and_resumed(recipe: str) -> list[Case]:
 
 CASES = [
     *(case for recipe in RECIPES for case in whole_and_resumed(recipe)),
+    run("statistics", "--hq-recipe", MIXED, *TP2, "--load", f"{{folder}}/{MIXED}", "--ckpt-step", str(MIDDLE),
+        "--hq-stats-interval", "2"),
     run("experts", "--hq-recipe", EXPERTS, *TP2),
     run("tp1", "--hq-recipe", "fp8_delayed", "--load", "{folder}/fp8_delayed", "--ckpt-step", str(MIDDLE),
         "--no-load-optim", "--no-load-rng", "--make-vocab-size-divisible-by", "128", ranks=1),
@@ -105,6 +107,18 @@ def test_trains_and_resumes_bit_for_bit(runs, recipe):
         assert 0 < entry["loss"] < 6 and 0 < entry["grad_norm"] < 100
     assert whole[ITERATIONS]["loss"] < whole[1]["loss"] and 0 < whole[ITERATIONS]["valid_loss"] < 6
     same(resumed, whole)
+
+
+def test_statistics_of_every_module_on_every_rank_change_no_bit(runs):
+    same(numbers(runs, "statistics"), numbers(runs, MIXED))
+    for rank in range(2):
+        lines = (runs[0] / f"hq_stats.rank{rank}.jsonl").read_text().splitlines()
+        records = [json.loads(line) for line in lines]
+        assert {r["step"] for r in records} == {ITERATIONS}
+        assert len({(r["module"], r["operand"], r["direction"]) for r in records}) == len(records) == 3 * 4 * 6
+        assert {r["layer"] for r in records} == {1, 2, 3}
+        assert all((25 if r["format"] == "mxfp8_e4m3" else 12) < r["snr_db"] < 50 for r in records)
+    assert f"> statistics of 72 casts at step {ITERATIONS}:" in "".join(runs[1]["statistics"].output)
 
 
 def test_recipes_differ(runs):

@@ -1,0 +1,208 @@
+"""Statistics of quantization in a training loop: every Nth step, of the first microbatch, to a file and TensorBoard.
+
+    ctl = mh.prepare(model, "mxfp8")
+    ctl.record_statistics(every=100, path="runs/mine/stats.jsonl")      # then train as ever
+
+In a step that is recorded, modules get an `ObservedPlan` in place of their plan; nothing else knows of it, and in the
+other steps nothing runs. The device is read once, at the end of a recorded step. Compiled code is not measured, nor is
+an input that came quantized, which its producer's plan sees.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import torch
+
+from ..plan import GemmPlan
+from ..quantizer import as_matrix
+from ..storage import QuantizedStorage
+from .statistics import FIELDS, LOWEST_EXPONENT, Measured, measure
+
+_SCALARS = ("snr_db", "cosine", "amax", "underflow", "saturation", "zeros")
+_GEMMS = {("input", "rowwise"): "fprop", ("weight", "rowwise"): "fprop", ("grad_output", "rowwise"): "dgrad",
+          ("weight", "columnwise"): "dgrad", ("grad_output", "columnwise"): "wgrad",
+          ("input", "columnwise"): "wgrad"}  # fmt: skip
+
+
+class StatisticsError(ValueError):
+    """A place that statistics cannot be written to, or an interval that is none."""
+
+
+class Clock:
+    """Time spent: of the device where that is a GPU, else of the host."""
+
+    def __init__(self):
+        self._host, self._events = 0.0, []
+
+    @contextlib.contextmanager
+    def running(self, device: torch.device):
+        """Add what happens inside."""
+        if device.type == "cuda":
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            yield
+            end.record()
+            self._events.append((start, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self._host += time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Waits for the device."""
+        if self._events:
+            self._events[-1][1].synchronize()
+        return self._host + sum(start.elapsed_time(end) for start, end in self._events) * 1e-3
+
+
+@dataclass
+class Observer:
+    """What one module's casts measured in this step: (operand, direction) -> what it was, and `Measured`."""
+
+    clock: Clock
+    found: dict[tuple[str, str], tuple[dict, Measured]] = field(default_factory=dict)
+
+    def watch(self, plan: GemmPlan) -> ObservedPlan:
+        """The same plan, its casts seen by this."""
+        same = {f.name: getattr(plan, f.name) for f in fields(plan) if f.init}
+        return ObservedPlan(**same, observer=self)
+
+    def see(self, operand: str, payload: QuantizedStorage | None, reference, source: str = "original") -> None:
+        """Measure the first quantized payload of each operand and direction. reference: a function that gives (M, K)."""
+        if payload is None or not payload.format.is_quantized or (operand, payload.direction) in self.found:
+            return
+        with self.clock.running(payload.device):
+            what = {"format": str(payload.format), "shape": list(payload.shape), "source": source}
+            self.found[operand, payload.direction] = what, measure(payload, reference().detach())
+
+
+@dataclass(frozen=True)
+class ObservedPlan(GemmPlan):
+    """A plan whose casts are measured."""
+
+    observer: Observer | None = None
+
+    def quantize(self, operand, x, **options):
+        payloads = super().quantize(operand, x, **options)
+        for payload in payloads:
+            self.observer.see(operand, payload, lambda: as_matrix(x))
+        return payloads
+
+    def columnwise(self, operand, kept, **options):
+        payload = super().columnwise(operand, kept, **options)
+        if isinstance(kept, QuantizedStorage) and payload is not kept:  # derived: only the row is left to compare with
+            self.observer.see(operand, payload, lambda: kept.dequantize(kept.dtype), "rowwise")
+        return payload
+
+
+class Recorder:
+    """Every Nth step's statistics of a model's `LinearRuntime`s; the `Controller` calls `begin_step` and `end_step`.
+
+    every: in steps. path: JSON lines, appended; rank: added to the file's name where it is not None, so that ranks do
+    not share a file. writer: TensorBoard's `SummaryWriter`, or anything with `add_scalar(tag, value, step)`. say: gets
+    the line about the cost, once a recorded step; None says nothing. Raises `StatisticsError`.
+    """
+
+    def __init__(self, every: int, path, *, writer=None, rank: int | None = None, say=print):
+        if every < 1:
+            raise StatisticsError(f"statistics every {every} steps: give a number of at least 1")
+        self.every, self.writer, self.rank, self.say = every, writer, rank, say
+        self.path = ranked_path(Path(path), rank)
+        if self.path.is_dir():
+            raise StatisticsError(f"statistics cannot be written to {self.path}: it is a folder")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StatisticsError(f"statistics cannot be written to {self.path}: {error}") from None
+        self._observers: list[tuple] = []
+        self._clock = Clock()
+        self._since: float | None = None  # when the last recorded step ended
+
+    def begin_step(self, step: int, runtimes) -> None:
+        """Observe this step's casts, if it is its turn."""
+        if self._since is None:
+            self._since = time.perf_counter()
+        self._stop()  # of a step that did not come to its end
+        if step % self.every:
+            return
+        self._clock = Clock()
+        for runtime in runtimes:
+            runtime.observer = Observer(self._clock)
+            self._observers.append((runtime, runtime.observer))
+
+    def _stop(self) -> None:
+        for runtime, _ in self._observers:
+            runtime.observer = None
+        self._observers = []
+
+    def end_step(self, step: int) -> None:
+        """Write what a recorded step found. Reads the device once; does nothing after other steps."""
+        if not self._observers:
+            return
+        started = time.perf_counter()
+        found = [(runtime, key, *seen) for runtime, o in self._observers for key, seen in o.found.items()]
+        self._stop()
+        records = [self._record(step, *entry) for entry in zip(found, *_to_host([m for *_, m in found]), strict=True)]
+        with self.path.open("a") as file:
+            file.writelines(json.dumps(record) + "\n" for record in records)
+        if self.writer is not None:
+            self._write_scalars(step, records)
+        self._tell(step, len(records), self._clock.seconds() + time.perf_counter() - started)
+
+    def _record(self, step: int, entry, numbers: list[float], exponents: list[int]) -> dict:
+        runtime, (operand, direction), what, _ = entry
+        values = dict(zip(FIELDS, numbers, strict=True))
+        counts = {str(i + LOWEST_EXPONENT): n for i, n in enumerate(exponents) if n}
+        place = {} if self.rank is None else {"rank": self.rank}
+        role = {"module": runtime.label, "layer": runtime.role.layer, "operand": operand, "direction": direction}
+        return {"step": step, **place, **role, "gemm": _GEMMS[operand, direction], **what, **derived(values),
+                "block_exponents": counts}  # fmt: skip
+
+    def _write_scalars(self, step: int, records: list[dict]) -> None:
+        for record in records:
+            for name in _SCALARS:
+                if record[name] is not None:
+                    tag = f"hq-{name}/{record['module']}/{record['operand']}.{record['direction']}"
+                    self.writer.add_scalar(tag, record[name], step)
+
+    def _tell(self, step: int, count: int, seconds: float) -> None:
+        now = time.perf_counter()
+        share = seconds / max(now - self._since, 1e-9)
+        self._since = now
+        if self.say is not None:
+            share = f"{share:.1%} of the time since the last"
+            self.say(f"> statistics of {count} casts at step {step}: {seconds:.2f} s, {share}")
+
+
+def ranked_path(path: Path, rank: int | None) -> Path:
+    """``stats.jsonl`` of rank 3: ``stats.rank3.jsonl``."""
+    return path if rank is None else path.with_name(f"{path.stem}.rank{rank}{path.suffix}")
+
+
+def derived(values: dict[str, float]) -> dict:
+    """What is written of the sums: numbers, or None for what is not defined.
+
+    snr_db is None too where the payload is exact; then `cosine` is 1.
+    """
+    signal, noise = values["signal"], values["noise"]
+    norms = math.sqrt(signal * values["decoded"]) if signal * values["decoded"] > 0 else math.nan
+    out = {name: values[name] for name in FIELDS[:7]}
+    out["snr_db"] = 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else math.nan
+    out["cosine"] = 1.0 if noise == 0 else min(values["dot"] / norms, 1.0)
+    return {name: value if math.isfinite(value) else None for name, value in out.items()}
+
+
+def _to_host(measured: list[Measured]) -> tuple[list, list]:
+    """Numbers and exponents as lists: one copy a device, whatever the number of tensors."""
+    if not measured:
+        return [], []
+    device = measured[0].numbers.device
+    numbers = torch.stack([m.numbers.to(device) for m in measured]).tolist()
+    return numbers, torch.stack([m.exponents.to(device) for m in measured]).tolist()
+

@@ -1,0 +1,126 @@
+"""What a cast did to a tensor, measured on its device without waiting for it: numbers of one direction's payload."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+from ..formats import ELEMENTS, ROWWISE, parse_format
+from ..storage import QuantizedStorage
+
+# floats of one measurement, in the order of the tensor that `measure` returns
+FIELDS = (
+    "amax", "scale_min", "scale_max", "zeros", "underflow", "saturation", "nonfinite", "signal", "noise", "dot",
+    "decoded", "count",
+)  # fmt: skip
+LOWEST_EXPONENT, HIGHEST_EXPONENT = -150, 128  # of float32 decode scales: power-of-two floor
+_BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
+_BLOCK = 16  # of the Hadamard transform
+_SCALE_OF_ZEROS = 2.0**-127  # the smallest an E8M0 byte can say, which a block of zeros has; E4M3 says 0
+_TORCH_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+class Measured(NamedTuple):
+    """numbers: float64 (len(FIELDS),). exponents: int64, how many scale blocks have each exponent from
+    LOWEST_EXPONENT on. Both on the payload's device."""
+
+    numbers: torch.Tensor
+    exponents: torch.Tensor
+
+
+@torch.no_grad()
+def measure(s: QuantizedStorage, x: torch.Tensor | None) -> Measured:
+    """Compare a payload with the tensor (M, K) that it was cast from; None where that is not there any more.
+
+    With a Hadamard transform both are compared in the transformed domain, where the codes are.
+    """
+    decoded = s.decode(torch.empty(s.shape, dtype=torch.float32, device=s.device), inverse_rht=False)
+    scale = s.scale_inv()
+    numbers = {"count": float(decoded.numel()), "zeros": _share(decoded == 0), **_range(scale)}
+    if x is not None:
+        reference = hadamard(x.float(), s.direction) if s.format.rht else x.float()
+        numbers |= _compare(reference, decoded, s)
+    values = [_scalar(numbers.get(name, float("nan")), s.device) for name in FIELDS]
+    return Measured(torch.stack(values), exponents(scale))
+
+
+def _range(scale: torch.Tensor) -> dict:
+    """Smallest and largest scale; infinite where no block has one. Blocks of zeros do not count."""
+    if scale.numel() == 0:
+        return {}
+    used = torch.isfinite(scale) & (scale > _SCALE_OF_ZEROS)
+    inf = float("inf")
+    return {"scale_min": torch.where(used, scale, inf).min(), "scale_max": torch.where(used, scale, -inf).max()}
+
+
+def _compare(reference: torch.Tensor, decoded: torch.Tensor, s: QuantizedStorage) -> dict:
+    if reference.numel() == 0:
+        return {}
+    error = reference - decoded
+    largest = (s.codes() & (2 ** (s.format.bits - 1) - 1)) == largest_code(s.format.element)
+    clipped = largest & (reference.abs() > decoded.abs())
+    return {
+        "amax": reference.abs().max(),
+        "underflow": _share((decoded == 0) & (reference != 0)),
+        "saturation": _share(clipped),
+        "nonfinite": _share(~torch.isfinite(reference)),
+        "signal": _sum_of_products(reference, reference),
+        "noise": _sum_of_products(error, error),
+        "dot": _sum_of_products(reference, decoded),
+        "decoded": _sum_of_products(decoded, decoded),
+    }
+
+
+def _share(mask: torch.Tensor):
+    return mask.mean(dtype=torch.float32) if mask.numel() else 0.0
+
+
+def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a * b).sum(dtype=torch.float64)
+
+
+def _scalar(value, device) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.float64)
+    return torch.full((), value, dtype=torch.float64, device=device)
+
+
+@functools.lru_cache(maxsize=None)
+def largest_code(element: str) -> int:
+    """The code of the largest finite magnitude of an element type."""
+    dtype = _TORCH_DTYPES.get(element)
+    if dtype is None:  # no Inf or NaN: all bits but the sign
+        return 2 ** (ELEMENTS[element].bits - 1) - 1
+    return torch.tensor(ELEMENTS[element].max).to(dtype).view(torch.uint8).item()
+
+
+def exponents(scale: torch.Tensor) -> torch.Tensor:
+    """int64 counts of floor(log2(scale)) from LOWEST_EXPONENT to HIGHEST_EXPONENT; Inf and NaN count as the highest."""
+    _, power = torch.frexp(scale.reshape(-1))  # scale = mantissa * 2^power, mantissa in [0.5, 1)
+    floor = torch.where(torch.isfinite(scale.reshape(-1)), power.long() - 1, HIGHEST_EXPONENT)
+    bins = torch.zeros(_BINS, dtype=torch.int64, device=scale.device)
+    return bins.scatter_add_(0, floor.clamp(LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT, torch.ones_like(floor))
+
+
+@functools.lru_cache(maxsize=None)
+def _hadamard_matrix(device: torch.device) -> torch.Tensor:
+    """float32 (16, 16) R with transformed = x @ R: what the kernels' inverse makes of the unit vectors, transposed."""
+    fmt = parse_format("nvfp4:rht")
+    unit = QuantizedStorage.empty(fmt, ROWWISE, (_BLOCK, _BLOCK), torch.float32, "cpu")
+    codes = torch.zeros(_BLOCK, _BLOCK, dtype=torch.uint8)
+    codes.fill_diagonal_(2)  # E2M1 of 1
+    unit.qdata.copy_(codes[:, ::2] | codes[:, 1::2] << 4)
+    unit.scale.copy_(torch.ones(()).to(torch.float8_e4m3fn).view(torch.uint8))
+    unit.outer_amax.fill_(448.0 * 6.0)
+    return unit.dequantize().T.contiguous().to(device)
+
+
+def hadamard(x: torch.Tensor, direction: str) -> torch.Tensor:
+    """`x` (M, K) with each full block of 16 along the contraction transformed, to FP32 rounding."""
+    rows = x if direction == ROWWISE else x.T
+    full = rows.shape[1] // _BLOCK * _BLOCK
+    blocks = rows[:, :full].reshape(rows.shape[0], -1, _BLOCK) @ _hadamard_matrix(x.device)
+    out = torch.cat((blocks.reshape(rows.shape[0], full), rows[:, full:]), dim=1)
+    return out if direction == ROWWISE else out.T
