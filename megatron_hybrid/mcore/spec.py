@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -26,7 +26,7 @@ from . import attention, checkpoint, driver
 from .errors import UserError
 from .layers import HybridColumnParallelLinear, HybridParallelLinear, HybridRowParallelLinear
 from .modules import OUTPUT_LAYER, enumerate_modules
-from .norm import HybridNorm
+from .parts import LayerParts, choose
 from .planning import with_bf16_edges
 from .recipe_hook import carry
 
@@ -41,8 +41,8 @@ _NORM_NAMES = {
 class HybridSpecProvider(LocalSpecProvider):
     """Our modules for Megatron's spec builders."""
 
-    def __init__(self, *, attention_zeroed: bool = False):
-        self.attention_zeroed = attention_zeroed
+    def __init__(self, *, attention_zeroed: bool = False, parts: LayerParts = LayerParts()):
+        self.attention_zeroed, self.parts = attention_zeroed, parts
 
     def column_parallel_linear(self) -> type:
         return HybridColumnParallelLinear
@@ -51,7 +51,7 @@ class HybridSpecProvider(LocalSpecProvider):
         return HybridRowParallelLinear
 
     def layer_norm(self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False):
-        return HybridNorm
+        return self.parts.residual_norm if has_residual else self.parts.norm
 
     def core_attention(self):
         cls = attention.HybridDotProductAttention
@@ -87,13 +87,13 @@ def refuse_unsupported(config) -> None:
     attention.refuse_unsupported(config)
 
 
-def layer_spec(config, *, attention_zeroed: bool = False) -> ModuleSpec:
+def layer_spec(config, *, attention_zeroed: bool = False, parts: LayerParts = LayerParts()) -> ModuleSpec:
     """One dense layer of a TransformerConfig."""
-    backend = HybridSpecProvider(attention_zeroed=attention_zeroed)
-    norm = backend.layer_norm()
+    backend = HybridSpecProvider(attention_zeroed=attention_zeroed, parts=parts)
+    norm, residual_norm = backend.layer_norm(), backend.layer_norm(has_residual=True)
     qk_norm = L2Norm if config.qk_l2_norm else norm if config.qk_layernorm else IdentityOp
     self_attention = ModuleSpec(
-        module=SelfAttention,
+        module=parts.self_attention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=backend.column_parallel_linear(),
@@ -104,11 +104,11 @@ def layer_spec(config, *, attention_zeroed: bool = False) -> ModuleSpec:
         ),
     )
     submodules = TransformerLayerSubmodules(
-        input_layernorm=norm,
+        input_layernorm=residual_norm,
         self_attention=self_attention,
         self_attn_bda=get_bias_dropout_add,
-        pre_mlp_layernorm=norm,
-        mlp=get_mlp_module_spec_for_backend(backend),
+        pre_mlp_layernorm=residual_norm,
+        mlp=parts.dense_mlp(get_mlp_module_spec_for_backend(backend)),
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map=dict(_NORM_NAMES),
     )
@@ -119,12 +119,14 @@ def layer_spec(config, *, attention_zeroed: bool = False) -> ModuleSpec:
 class HybridLayerSpec:
     """A recipe as a GPTModelConfig's ``transformer_layer_spec``: called for each pipeline stage.
 
-    attention_zeroed: see `HybridDotProductAttention`. Raises `UserError` for a configuration that is not
-    supported, and what `Recipe.check_matches` raises for rules that do not fit the whole model.
+    attention_zeroed: see `HybridDotProductAttention`. fused: see `parts.choose`. Raises `UserError` for a
+    configuration that is not supported, and what `Recipe.check_matches` raises for rules that do not fit the whole
+    model.
     """
 
     recipe: Recipe
     attention_zeroed: bool = False
+    fused: bool | None = None
 
     def recipe_for(self, config) -> Recipe:
         """The recipe that this configuration trains with, checked against all of its modules."""
@@ -138,13 +140,14 @@ class HybridLayerSpec:
         recipe = self.recipe_for(config)
         config.quant_recipe = carry(recipe)
         checkpoint.record_in_run(recipe)
+        parts = choose(config, self.fused)
         hooks = model_config.pre_wrap_hooks  # in this order: the driver finds the output layer quantized
-        for hook in ([_quantize_output_layer] if recipe.lm_head else []) + [driver.attach_in_run]:
-            if hook not in hooks:
+        for hook in (_quantize_output_layer if recipe.lm_head else None, driver.attach_in_run, parts.fuse_loss):
+            if hook is not None and hook not in hooks:
                 hooks.append(hook)
-        layer = layer_spec(config, attention_zeroed=self.attention_zeroed)
+        layer = layer_spec(config, attention_zeroed=self.attention_zeroed, parts=parts)
         num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=HybridNorm)
+        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=parts.norm)
 
 
 def _quantize_output_layer(model: list) -> list:

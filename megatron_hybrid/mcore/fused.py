@@ -1,0 +1,82 @@
+"""Parts of a layer on fused kernels. The kernels: `megatron_hybrid.ops_triton`; who uses them: parts.py."""
+
+from __future__ import annotations
+
+import types
+
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+
+from ..ops_triton.cross_entropy import cross_entropy
+from ..ops_triton.norm import MAX_SIZE as MAX_NORM_SIZE
+from ..ops_triton.norm import norm
+from ..ops_triton.rotary import split_rotate
+from ..ops_triton.swiglu import swiglu
+from .norm import HybridNorm
+
+__all__ = ["MAX_NORM_SIZE", "FusedMLP", "FusedNorm", "FusedResidualNorm", "FusedSelfAttention", "fuse_loss"]
+
+
+class FusedNorm(HybridNorm):
+    """`HybridNorm` in one kernel each way."""
+
+    def forward(self, x):
+        return self.output(self._norm(x, residual=False))
+
+    def _norm(self, x, *, residual: bool):
+        return norm(
+            x, self.weight, self.bias, eps=self.eps, centered=self.zero_centered_gamma, dtype=self.weight.dtype,
+            residual=residual,
+        )  # fmt: skip
+
+
+class FusedResidualNorm(FusedNorm):
+    """Gives (norm(x), x): Megatron's layer takes the second for its residual, and the sum of both gradients is made
+    inside the norm's backward."""
+
+    def forward(self, x):
+        y, residual = self._norm(x, residual=True)
+        return self.output(y), residual
+
+
+class FusedMLP(MLP):
+    """Megatron's gated MLP, SwiGLU in one kernel each way."""
+
+    def forward(self, hidden_states, per_token_scale=None, **others):
+        if per_token_scale is not None:
+            return super().forward(hidden_states, per_token_scale, **others)
+        y, bias = self.linear_fc1(hidden_states)
+        return self.linear_fc2(swiglu(y, bias))
+
+
+class FusedSelfAttention(SelfAttention):
+    """Megatron's self-attention in training: projection, split and rotation in one kernel, attention, projection.
+
+    Everything else (inference, packed sequences, no rotary embedding) is Megatron's own forward.
+    """
+
+    def forward(self, hidden_states, attention_mask, rotary_pos_emb=None, **others):
+        if rotary_pos_emb is None or isinstance(rotary_pos_emb, tuple) or any(v is not None for v in others.values()):
+            return super().forward(hidden_states, attention_mask, rotary_pos_emb=rotary_pos_emb, **others)
+        mixed, _ = self.linear_qkv(hidden_states)
+        query, key, value = split_rotate(
+            mixed, rotary_pos_emb, groups=self.num_query_groups_per_partition,
+            head_size=self.hidden_size_per_attention_head, scale=self._yarn_concentration_factor,
+        )  # fmt: skip
+        recompute = self.checkpoint_core_attention and self.training
+        attend = self._checkpointed_attention_forward if recompute else self.core_attention
+        return self.linear_proj(attend(query, key, value, attention_mask, attn_mask_type=self.attn_mask_type))
+
+
+def _language_model_loss(self, labels, logits):
+    """In place of the model's method: labels (B, S), logits (S, B, V / ranks) -> loss (B, S), FP32."""
+    loss = cross_entropy(logits, labels.transpose(0, 1).contiguous(), self.tp_group)
+    return loss.transpose(0, 1).contiguous()
+
+
+def fuse_loss(model: list) -> list:
+    """Hook before the model is wrapped: its loss from our kernel, which also keeps no second copy of the logits."""
+    for chunk in model:
+        if getattr(chunk, "post_process", False):
+            chunk.compute_language_model_loss = types.MethodType(_language_model_loss, chunk)
+    return model

@@ -1,0 +1,82 @@
+"""SwiGLU: `y = silu(gate) * up`, gate and up side by side in x (..., 2F).
+
+    dgate = dy * up * s * (1 + gate * (1 - s))        s = sigmoid(gate)
+    dup   = dy * gate * s
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+from .launch import as_rows, on_device
+from .sums import column_sum
+
+_BLOCK = 2048
+
+
+@triton.jit
+def _load(x, bias, row, col, stride, F, BIASED: tl.constexpr):
+    gate = tl.load(x + row * stride + col, mask=col < F, other=0.0).to(tl.float32)
+    up = tl.load(x + row * stride + F + col, mask=col < F, other=0.0).to(tl.float32)
+    if BIASED:
+        gate += tl.load(bias + col, mask=col < F, other=0.0).to(tl.float32)
+        up += tl.load(bias + F + col, mask=col < F, other=0.0).to(tl.float32)
+    return gate, up
+
+
+@triton.jit
+def _forward(x, bias, y, stride, F, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate, up = _load(x, bias, row, col, stride, F, BIASED)
+    tl.store(y + row * F + col, gate / (1.0 + tl.exp(-gate)) * up, mask=col < F)
+
+
+@triton.jit
+def _backward(dy, x, bias, dx, dy_stride, stride, F, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate, up = _load(x, bias, row, col, stride, F, BIASED)
+    d = tl.load(dy + row * dy_stride + col, mask=col < F, other=0.0).to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp(-gate))
+    tl.store(dx + row * 2 * F + col, d * up * s * (1.0 + gate * (1.0 - s)), mask=col < F)
+    tl.store(dx + row * 2 * F + F + col, d * gate * s, mask=col < F)
+
+
+class SwigluFunction(torch.autograd.Function):
+    """See `swiglu`."""
+
+    @staticmethod
+    def forward(ctx, x, bias):
+        rows = as_rows(x)
+        M, F = rows.shape[0], rows.shape[1] // 2
+        y = torch.empty(*x.shape[:-1], F, dtype=x.dtype, device=x.device)
+        with on_device(x):
+            _forward[M, triton.cdiv(F, _BLOCK)](
+                rows, rows if bias is None else bias, y, rows.stride(0), F, BIASED=bias is not None, BLOCK=_BLOCK
+            )
+        ctx.save_for_backward(rows, bias)
+        ctx.shape = x.shape
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, bias = ctx.saved_tensors
+        M, F = x.shape[0], x.shape[1] // 2
+        dy, dx = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        with on_device(x):
+            _backward[M, triton.cdiv(F, _BLOCK)](
+                dy, x, x if bias is None else bias, dx, dy.stride(0), x.stride(0), F,
+                BIASED=bias is not None, BLOCK=_BLOCK,
+            )  # fmt: skip
+        dbias = column_sum(dx).to(bias.dtype) if bias is not None and ctx.needs_input_grad[1] else None
+        return dx.view(ctx.shape), dbias
+
+
+def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`silu(gate) * up` (..., F) of x + bias, x (..., 2F) holding gate, then up; bias (2F,)."""
+    return SwigluFunction.apply(x, bias)

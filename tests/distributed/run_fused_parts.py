@@ -1,0 +1,134 @@
+"""Checks of a model on fused kernels against the same model on plain torch, on two CPU ranks, all in one launch.
+
+TRITON_INTERPRET=1 torchrun ... run_fused_parts.py FOLDER: rank r writes FOLDER/r.json, check -> error or None.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mcore_model_common import MIXED, VOCAB, B, S, build, config, losses, parallel, rank, shard
+from megatron.core import mpu
+from megatron.core.transformer.attention import SelfAttention
+from megatron.core.transformer.mlp import MLP
+
+from megatron_hybrid import Recipe
+from megatron_hybrid.mcore import parts
+from megatron_hybrid.mcore.norm import HybridNorm
+from megatron_hybrid.mcore.spec import HybridLayerSpec
+from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
+
+FUSED = dict(bias_activation_fusion=True)
+FP32 = dict(bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32)
+# roundings in a row from an input to a loss or a gradient: a few hundred FP32 operations, each 2^-24 of the result
+CLOSE = 512 * 2.0**-24
+
+
+def results(fused, recipe="bf16", **changes):
+    """(losses, gradients by name) of a freshly built model, the same weights every time."""
+    parallel(tp=2)
+    spec = HybridLayerSpec(Recipe.load(recipe), fused=fused)
+    model = build(None, spec, **{**FUSED, **changes})
+    loss = losses(model)
+    loss.sum().backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters()}
+
+
+def check_close(**changes) -> None:
+    """FP32 throughout: fused and plain differ by roundings only."""
+    plain, fused = (results(f, **FP32, **changes) for f in (False, True))
+    assert (fused[0] - plain[0]).abs().max() <= CLOSE * plain[0].abs().max()
+    assert fused[1].keys() == plain[1].keys()
+    for name, grad in plain[1].items():
+        assert (fused[1][name] - grad).norm() <= CLOSE * grad.norm(), name
+
+
+def check_llama_shape():
+    check_close(sequence_parallel=True, num_query_groups=2)
+
+
+def check_biases_and_centered_norms():
+    shape = dict(add_bias_linear=True, normalization="LayerNorm", layernorm_zero_centered_gamma=True)
+    check_close(sequence_parallel=True, **shape)
+
+
+def check_normalized_queries_and_fewer_groups_than_ranks():
+    check_close(qk_layernorm=True)
+    check_close(num_query_groups=1)
+
+
+def check_fp32_residuals():
+    check_close(fp32_residual_connection=True)
+
+
+def check_recomputation_changes_nothing():
+    whole = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    some = [dict(recompute_granularity="selective", recompute_modules=[m]) for m in ("core_attn", "mlp")]
+    loss, grads = results(True, MIXED, num_query_groups=2)
+    for changes in (whole, *some):
+        again, regrads = results(True, MIXED, num_query_groups=2, **changes)
+        assert torch.equal(loss, again), changes
+        for name, grad in grads.items():
+            assert torch.equal(regrads[name], grad), (changes, name)
+
+
+def check_choice():
+    """Decided at build: by the device unless told, and by what each configuration needs."""
+    parallel(tp=2)
+    plain = parts.choose(config(**FUSED))
+    assert plain == parts.LayerParts() == parts.LayerParts(HybridNorm, HybridNorm, SelfAttention, MLP, None)
+    fused = parts.choose(config(**FUSED), fused=True)
+    names = [cls.__name__ for cls in (fused.norm, fused.residual_norm, fused.self_attention, fused.mlp)]
+    assert names == ["FusedNorm", "FusedResidualNorm", "FusedSelfAttention", "FusedMLP"]
+    assert parts.choose(config(bias_activation_fusion=False), fused=True).mlp is MLP
+    assert parts.choose(config(activation_func=torch.nn.functional.gelu), fused=True).mlp is MLP
+    assert parts.choose(config(rotary_interleaved=True), fused=True).self_attention is SelfAttention
+    assert parts.choose(config(hidden_size=32768), fused=True).norm is HybridNorm
+    norms = dict(recompute_granularity="selective", recompute_modules=["layernorm"])
+    assert parts.choose(config(**norms), fused=True).residual_norm is fused.norm
+    model = build(None, HybridLayerSpec(Recipe.load("bf16")), **FUSED)
+    assert type(model.module.decoder.layers[0].mlp) is MLP
+    assert "compute_language_model_loss" not in vars(model.module)
+
+
+def check_loss_over_ranks():
+    """Each rank holds half of the vocabulary; loss and gradient are those of the whole."""
+    parallel(tp=2)
+    whole = 5 * torch.randn(S, B, VOCAB, generator=torch.Generator().manual_seed(1))
+    whole[0, 0, : VOCAB // 2] -= 400  # a rank whose largest logit is far below the other's
+    target = torch.randint(0, VOCAB, (S, B), generator=torch.Generator().manual_seed(2))
+    target[0, 0] = VOCAB - 1
+    mine = shard(whole, -1).requires_grad_()
+    loss = cross_entropy(mine * 1, target, mpu.get_tensor_model_parallel_group())
+    wide = whole.double().requires_grad_()
+    exact = torch.nn.functional.cross_entropy(wide.flatten(0, 1), target.flatten(), reduction="none").view(S, B)
+    weight = torch.rand(S, B, generator=torch.Generator().manual_seed(3))
+    loss.backward(weight)
+    exact.backward(weight.double())
+    assert (loss - exact).abs().max() <= 64 * 2.0**-24 * whole.abs().max()
+    assert (mine.grad - wide.grad.chunk(2, -1)[rank()]).abs().max() <= 64 * 2.0**-24 * 30
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    errors = {}
+    for name, check in list(globals().items()):
+        if not name.startswith("check_") or name == "check_close":
+            continue
+        errors[name.removeprefix("check_")] = None
+        try:
+            check()
+        except Exception:
+            errors[name.removeprefix("check_")] = traceback.format_exc()
+        dist.barrier()
+    (Path(sys.argv[1]) / f"{rank()}.json").write_text(json.dumps(errors))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Checks of the fused kernels against float64, each within a bound from counting roundings.
+
+Run as a script (with TRITON_INTERPRET=1) they run on the CPU and print check -> error or null as JSON. U32 and
+half_ulp() are what one operation and the final rounding to a dtype may cost; Triton's interpreter cuts bf16 off
+instead of rounding, a whole ulp.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+import traceback
+
+import torch
+
+from megatron_hybrid.ops_triton import cross_entropy, norm, rotary, sums, swiglu
+
+U32 = 2.0**-24
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def half_ulp(dtype) -> float:
+    cuts = dtype == BF16 and os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.finfo(dtype).eps / (1 if cuts else 2)
+
+
+def randn(*shape, seed, device, dtype=BF16, scale=1.0):
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+    return x.to(device=device, dtype=dtype)
+
+
+def within(got, exact, rounded_once, error):
+    """|got - exact| <= the last rounding of the exact value + error (a tensor)."""
+    assert got.shape == exact.shape, (got.shape, exact.shape)
+    flushed = 2.0**-120  # a device may take subnormal numbers for 0
+    allowed = rounded_once * exact.abs() + error * (1 + rounded_once) + flushed
+    worst = ((got.double() - exact).abs() - allowed).max()
+    assert torch.isfinite(got).all() and worst <= 0, f"{worst:.3g} beyond the bound"
+
+
+def norm_reference(x, gamma, beta, centered, dy):
+    """Exact y, dx, dgamma, dbeta, and the sums of absolute values that errors are relative to."""
+    x, g = x.double(), gamma.double() + centered
+    v = x if beta is None else x - x.mean(-1, keepdim=True)
+    rstd = (v.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
+    xhat, d = v * rstd, dy.double()
+    dg = d * g
+    y = xhat * g + (0 if beta is None else beta.double())
+    dx = rstd * (dg - xhat * (dg * xhat).mean(-1, keepdim=True) - (0 if beta is None else dg.mean(-1, keepdim=True)))
+    rows = tuple(range(x.dim() - 1))
+    size_xhat = rstd * (x.abs() + (0 if beta is None else x.abs().mean(-1, keepdim=True)))
+    size_dx = rstd * (dg.abs() + size_xhat * (dg * xhat).abs().mean(-1, keepdim=True) + dg.abs().mean(-1, keepdim=True))
+    sizes = size_xhat, size_dx, (d.abs() * size_xhat).sum(rows), d.abs().sum(rows)
+    return (y, dx, (d * xhat).sum(rows), d.sum(rows)), sizes
+
+
+def check_norms(device):
+    shapes = [(37, 2, 96), (5, 1, 1000), (3, 2, 4, 16), (2, 4096)]
+    for shape, mean, centered, dtype in itertools.product(shapes, (False, True), (False, True), (BF16, FP32)):
+        N, M = shape[-1], torch.Size(shape[:-1]).numel()
+        x = randn(*shape, seed=1, device=device, dtype=dtype, scale=3.0).requires_grad_()
+        gamma = randn(N, seed=2, device=device).requires_grad_()
+        beta = randn(N, seed=3, device=device).requires_grad_() if mean else None
+        dy = randn(*shape, seed=4, device=device)
+        y = norm.norm(x, gamma, beta, eps=1e-5, centered=centered, dtype=BF16)
+        assert y.dtype == BF16
+        y.backward(dy)
+        exact, size = norm_reference(x.detach(), gamma.detach(), None if beta is None else beta.detach(), centered, dy)
+        steps = (2 * N + 20) * U32  # sums of N in any order, the root, the quotient, the products
+        g = gamma.detach().double().abs() + 1
+        within(y.detach(), exact[0], half_ulp(BF16), steps * (size[0] * g + exact[0].abs()))
+        within(x.grad, exact[1], half_ulp(dtype), 2 * steps * size[1])
+        within(gamma.grad, exact[2], half_ulp(BF16), (steps + (M + 4) * U32) * size[2])
+        if mean:
+            within(beta.grad, exact[3], half_ulp(BF16), (M + 4) * U32 * size[3])
+
+
+def check_norm_carries_the_residual(device):
+    """The residual is x itself; its gradient is added before the one rounding of dx."""
+    for dtype in (BF16, FP32):
+        x = randn(40, 96, seed=1, device=device, dtype=dtype).requires_grad_()
+        gamma = randn(96, seed=2, device=device).requires_grad_()
+        dy, dr = randn(40, 96, seed=3, device=device), randn(40, 96, seed=4, device=device, dtype=dtype)
+        y, r = norm.norm(x, gamma, eps=1e-5, centered=False, dtype=BF16, residual=True)
+        assert torch.equal(r, x) and r.data_ptr() == x.data_ptr()
+        torch.autograd.backward((y, r), (dy, dr))
+        (_, exact, *_), (_, size, *_) = norm_reference(x.detach(), gamma.detach(), None, False, dy)
+        steps = 2 * (2 * 96 + 20) * U32
+        within(x.grad, exact + dr.double(), half_ulp(dtype), steps * (size + dr.double().abs()))
+        # either gradient alone
+        for outputs, given in (((0,), (dy,)), ((1,), (dr,))):
+            z = x.detach().clone().requires_grad_()
+            out = norm.norm(z, gamma, eps=1e-5, centered=False, dtype=BF16, residual=True)
+            torch.autograd.backward([out[i] for i in outputs], given)
+            within(z.grad, exact if outputs == (0,) else dr.double(), half_ulp(dtype), steps * size)
+
+
+def check_norm_of_strided_rows(device):
+    wide = randn(20, 3, 64, seed=1, device=device)
+    gamma = randn(32, seed=2, device=device)
+    part = wide[:, 1, 16:48]
+    y = norm.norm(part, gamma, eps=1e-5, centered=False, dtype=BF16)
+    assert torch.equal(y, norm.norm(part.contiguous(), gamma, eps=1e-5, centered=False, dtype=BF16))
+
+
+def check_swiglu(device):
+    for shape, biased, dtype in itertools.product([(7, 2, 300), (3, 2, 2 * 2304)], (False, True), (BF16, FP32)):
+        x = randn(*shape, seed=1, device=device, dtype=dtype, scale=4.0)
+        x[0, 0, :2] = torch.tensor([100.0, -100.0], device=device)
+        x.requires_grad_()
+        bias = randn(shape[-1], seed=2, device=device, dtype=dtype).requires_grad_() if biased else None
+        y = swiglu.swiglu(x, bias)
+        dy = randn(*y.shape, seed=3, device=device, dtype=dtype)
+        y.backward(dy)
+        gate, up = (x.detach().double() + (bias.detach().double() if biased else 0)).chunk(2, -1)
+        s, d = gate.sigmoid(), dy.double()
+        shift = U32 * gate.abs() if biased else 0  # the rounding of x + bias reaches everything below
+        steps = (4 * gate.abs() + 24) * U32 * (1 + gate.abs())  # exp's argument is rounded: relative to its size
+        exact = torch.cat((d * up * s * (1 + gate * (1 - s)), d * gate * s), -1)
+        size = torch.cat((d.abs() * (up.abs() + 1) * s, d.abs() * (gate.abs() + 1) * s), -1)
+        size_y = gate.abs() * s * (up.abs() + 1)
+        within(y.detach(), gate * s * up, half_ulp(dtype), steps * size_y + shift * (up.abs() + 1))
+        within(x.grad, exact, half_ulp(dtype), torch.cat((steps, steps), -1) * size + 4 * U32 * size)
+        if biased:
+            rows = shape[0] * shape[1]
+            summed, total = x.grad.double().sum((0, 1)), x.grad.double().abs().sum((0, 1))
+            within(bias.grad, summed, half_ulp(dtype), (rows + 2) * U32 * total)
+
+
+def check_column_sum(device):
+    for M, N, dtype in [(1, 5, BF16), (1000, 300, BF16), (70000 if device == "cuda" else 2100, 33, FP32)]:
+        x = randn(M, N, seed=1, device=device, dtype=dtype)
+        once = sums.column_sum(x)
+        within(once, x.double().sum(0), half_ulp(dtype), (M + 2) * U32 * x.double().abs().sum(0))
+        assert torch.equal(once, sums.column_sum(x))
+
+
+def rotate_reference(mixed, freqs, groups, head_size, scale):
+    S, B, width = mixed.shape
+    heads = width // head_size
+    per_group = heads // groups
+    x = mixed.reshape(S, B, groups, per_group, head_size)
+    q, k, v = x[:, :, :, :-2], x[:, :, :, -2:-1], x[:, :, :, -1:]
+    n = freqs.shape[-1] // 2
+    cos, sin = (f(freqs.double()).unsqueeze(3) * scale for f in (torch.cos, torch.sin))
+
+    def rotate(t):
+        a, b, rest = t[..., :n], t[..., n : 2 * n], t[..., 2 * n :]
+        return torch.cat((a * cos[..., :n] - b * sin[..., :n], b * cos[..., n:] + a * sin[..., n:], rest), -1)
+
+    return tuple(t.reshape(S, B, -1, head_size) for t in (rotate(q), rotate(k), v))
+
+
+def check_split_rotate(device):
+    cases = [(5, 2, 2, 4, 128, 128, 1.0), (3, 1, 1, 1, 64, 32, 1.0), (4, 2, 3, 2, 48, 24, 1.25)]
+    for (S, B, groups, R, D, rotated, scale), dtype in itertools.product(cases, (BF16, FP32)):
+        mixed = randn(S, B, groups * (R + 2) * D, seed=1, device=device, dtype=dtype).requires_grad_()
+        steps = 10.0 ** torch.linspace(0, -4, rotated // 2)
+        angles = torch.arange(S)[:, None] * 2000.0 * steps  # up to the positions of a long sequence
+        freqs = torch.cat((angles, angles), -1)[:, None, None, :].to(device)
+        out = rotary.split_rotate(mixed, freqs, groups=groups, head_size=D, scale=scale)
+        wide = mixed.detach().double().requires_grad_()
+        exact = rotate_reference(wide, freqs, groups, D, scale)
+        size = 2 * scale * wide.detach().abs().max()
+        grads = [randn(*o.shape, seed=5 + i, device=device, dtype=dtype) for i, o in enumerate(out)]
+        for got, want in zip(out, exact):
+            assert got.is_contiguous()
+            within(got.detach(), want.detach(), half_ulp(dtype), 8 * U32 * size)
+        torch.autograd.backward(out, grads)
+        torch.autograd.backward(exact, [g.double() for g in grads])
+        within(mixed.grad, wide.grad, half_ulp(dtype), 8 * U32 * 2 * scale * max(g.abs().max() for g in grads))
+        values = mixed.detach().view(S, B, groups, R + 2, D)[..., -1, :]
+        assert torch.equal(out[2].detach(), values)
+    try:
+        rotary.split_rotate(mixed, freqs[:1], groups=groups, head_size=D)
+    except ValueError as error:
+        assert "positions" in str(error)
+    else:
+        raise AssertionError("too few positions were accepted")
+
+
+def check_cross_entropy(device):
+    for (rows, V), dtype in itertools.product([((6, 2), 1000), ((3,), 9001)], (BF16, FP32)):
+        logits = randn(*rows, V, seed=1, device=device, dtype=dtype, scale=6.0)
+        logits.view(-1, V)[0, :50] = float("-inf")
+        logits.view(-1, V)[1] += 300
+        target = torch.randint(60, V, rows, generator=torch.Generator().manual_seed(2)).to(device)
+        wide = logits.double().requires_grad_()
+        exact = torch.nn.functional.cross_entropy(wide.view(-1, V), target.view(-1), reduction="none").view(rows)
+        held = logits.clone().requires_grad_()
+        source = held * 1  # an output of something, as in a model
+        loss = cross_entropy.cross_entropy(source, target)
+        assert loss.dtype == FP32 and loss.shape == rows
+        largest = logits.double().masked_fill(logits.isinf(), 0).abs().amax(-1)
+        steps = (V + 40) * U32
+        within(loss.detach(), exact.detach(), U32, steps + 8 * U32 * largest)
+        dloss = torch.rand(rows, generator=torch.Generator().manual_seed(3)).to(device)
+        loss.backward(dloss, retain_graph=True)
+        exact.backward(dloss.double())
+        p = wide.detach().softmax(-1)
+        error = p * (steps + 8 * U32 * largest + 16 * U32)[..., None] * (1 + (p + 2.0**-60).log().abs())
+        within(held.grad, wide.grad, half_ulp(dtype), error * dloss.double()[..., None])
+        try:
+            loss.backward(dloss)
+        except RuntimeError as err:
+            assert "modified by an inplace operation" in str(err), err
+        else:
+            raise AssertionError("a second backward over overwritten logits was not refused")
+
+
+def check_results_repeat(device):
+    """The same bits every time, sums over rows included."""
+
+    def run():
+        x = randn(600, 256, seed=1, device=device).requires_grad_()
+        gamma, beta = (randn(256, seed=s, device=device).requires_grad_() for s in (2, 3))
+        bias = randn(256, seed=4, device=device).requires_grad_()
+        y = swiglu.swiglu(norm.norm(x, gamma, beta, eps=1e-5, centered=False, dtype=BF16), bias)
+        y.backward(randn(*y.shape, seed=5, device=device))
+        return y.detach(), x.grad, gamma.grad, beta.grad, bias.grad
+
+    for a, b in zip(run(), run()):
+        assert torch.equal(a, b)
+
+
+CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
+
+
+def main() -> None:
+    errors = {}
+    for name, check in CHECKS.items():
+        try:
+            check("cpu")
+            errors[name] = None
+        except Exception:
+            errors[name] = traceback.format_exc()
+    json.dump(errors, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

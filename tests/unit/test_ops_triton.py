@@ -1,0 +1,53 @@
+"""Fused kernels against float64: on the CPU in Triton's interpreter, one process for all; on a GPU compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_hybrid import ops_triton
+
+CASES = Path(__file__).with_name("ops_triton_cases.py")
+CHECKS = re.findall(r"^def check_(\w+)\(", CASES.read_text(), re.M)
+
+pytest.importorskip("triton")
+
+
+@pytest.fixture(scope="module")
+def errors() -> dict:
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, CASES], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_interpreted(check, errors):
+    assert errors[check] is None, errors[check]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("check", CHECKS)
+def test_compiled(check):
+    import ops_triton_cases
+
+    ops_triton_cases.CHECKS[check]("cuda")
+
+
+def test_reasons():
+    assert ops_triton.reason(torch.device("cpu")) == "they need a CUDA device, found cpu"
+    gpu = ops_triton.reason(torch.device("cuda"))
+    assert gpu is None or "compiler" in gpu
+
+
+def test_importing_the_package_imports_no_triton():
+    code = "import sys, megatron_hybrid.ops_triton; assert 'triton' not in sys.modules, 'triton was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
