@@ -77,7 +77,8 @@ class Controller:
 
         group: the process group whose ranks share the tensors; all amaxes are max-reduced in one collective.
         """
-        self.invalidate()
+        for runtime in self.runtimes:
+            runtime.end_step()
         if self.recorder is not None:
             self.recorder.end_step(self.keys.step)
         states = [pair for runtime in self.runtimes for pair in runtime.states()]

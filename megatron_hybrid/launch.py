@@ -35,7 +35,7 @@ def prepare() -> None:
 
     versions.require()
     for flag, value in zip(sys.argv, sys.argv[1:]):
-        if flag == "--hq-recipe":
+        if flag == "--hq-recipe" and ":" not in value:  # not a function, which may import anything
             Recipe.load(value)
 
     import torch

@@ -13,8 +13,10 @@ A function cannot go into a checkpoint; `to_dict` says that it did not.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -22,10 +24,13 @@ from .formats import COLUMNWISE, HIGH_PRECISION, ROWWISE, nearest
 from .quantizer import HybridQuantizer
 from .quantizer_spec import BACKWARD, DEFAULT_SETTINGS, READERS, ModuleQuant
 from .recipe import Recipe, RecipeError
-from .recipe_grammar import CHOICES, VERSION
+from .recipe_grammar import CHOICES, VERSION, read_rule
+from .recipe_rules import Rule
+from .recipe_source import from_object
 from .roles import DPA, OPERANDS, ModuleRole, QuantizerRole
 
 _HIGH = HybridQuantizer(HIGH_PRECISION, HIGH_PRECISION)
+_IMPORTED = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<function>[A-Za-z_]\w*)")
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class CallableRecipe:
     weights: str = CHOICES["weights"][0]
     param_gather: str = CHOICES["param_gather"][0]
     master_cast: str = CHOICES["master_cast"][0]
+    rules: tuple[Rule, ...] = ()  # before the function's answers, see `with_first_rule`
     version = VERSION
     description = ""
     dispatch = CHOICES["dispatch"][0]
@@ -65,10 +71,21 @@ class CallableRecipe:
         """This recipe with another ``weights``."""
         return replace(self, weights=weights)
 
+    def with_first_rule(self, match: Mapping, use) -> CallableRecipe:
+        """This recipe with a rule whose settings hold whatever the function says, and before earlier such rules.
+
+        Raises `RecipeError` as a rule in a file would, and for a rule on steps, which functions do not know.
+        """
+        rule = read_rule(from_object({"match": match, "use": use}, "added rule"))
+        if rule.match.steps is not None:
+            raise RecipeError(f"recipe function {self.name!r}: a rule on steps needs a recipe file")
+        return replace(self, rules=(rule, *self.rules))
+
     def to_dict(self) -> dict:
         """A record that a function was used: its name, not what it does. `Recipe.from_dict` refuses it."""
         options = {"backward": self.backward, "lm_head": self.lm_head}
-        return {"version": self.version, "name": self.name, "callable": True, **options}
+        rules = [{"match": r.match.given(), "use": {key: str(value) for key, value in r.use}} for r in self.rules]
+        return {"version": self.version, "name": self.name, "callable": True, **options, **({"rules": rules} if rules else {})}
 
     @property
     def fingerprint(self) -> str:
@@ -91,6 +108,9 @@ class CallableRecipe:
                 if fmt is None:
                     raise self._error(module, f"{operand}: the quantizer has no {direction} format, which {gemm} contracts")
                 settings[f"{gemm}.{operand}"] = fmt
+        for rule in reversed(self.rules):
+            if (self.lm_head or not module.lm_head) and rule.match.holds_for(module):
+                settings.update(rule.use)
         return ModuleQuant.from_settings(module, settings)
 
     def _ask(self, role: QuantizerRole, module: ModuleRole) -> HybridQuantizer:
@@ -117,14 +137,30 @@ class CallableRecipe:
 
 
 def as_recipe(recipe) -> Recipe | CallableRecipe:
-    """A recipe from whatever stands for one: itself, a shipped recipe's name, a path, or a function.
+    """A recipe from whatever stands for one: itself, a function, or a text for `load_recipe`.
 
     Raises `RecipeError` for anything else.
     """
     if isinstance(recipe, (Recipe, CallableRecipe)):
         return recipe
     if isinstance(recipe, (str, Path)):
-        return Recipe.load(recipe)
+        return load_recipe(recipe)
     if callable(recipe):
         return CallableRecipe(recipe)
     raise RecipeError(f"expected a Recipe, the name or path of one, or a function of a role, found {recipe!r}")
+
+
+def load_recipe(text: str | Path) -> Recipe | CallableRecipe:
+    """A shipped recipe by name, a file by path, or ``module:function``, a function to import.
+
+    Raises `RecipeError` for what is none of them, naming what is missing.
+    """
+    if not (found := _IMPORTED.fullmatch(str(text))):
+        return Recipe.load(text)
+    try:
+        function = getattr(importlib.import_module(found["module"]), found["function"])
+    except (ImportError, AttributeError) as error:
+        raise RecipeError(f"recipe {text}: {error}; expected an importable module and a function in it") from None
+    if not callable(function):
+        raise RecipeError(f"recipe {text}: expected a function of a role, found {function!r}")
+    return as_recipe(function)

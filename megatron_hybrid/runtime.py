@@ -92,7 +92,8 @@ class LinearRuntime(torch.nn.Module):
         self.observer = None  # an `observe.recorder.Observer` in steps whose casts are measured
         self.index_maps: dict[str, tuple[int, int, int]] = {}  # operand -> where a shard lies in the whole, see `Rng`
         self._plans: dict[torch.device, GemmPlan] = {}
-        self._forward_plan: GemmPlan | None = None  # of the last forward outside backward
+        self._forward_plan: GemmPlan | None = None  # of the last forward outside backward since the last step's end
+        self._superseded: list[tuple[int, dict]] = []  # (when, plans until then) of changes after a forward of this step
         self._make_state(self.plan_for(torch.device(device)), device)
         self._make_later_states(device)
 
@@ -197,6 +198,8 @@ class LinearRuntime(torch.nn.Module):
     def replan(self, recipe: Recipe) -> None:
         """Switch recipe: the new plan is built and checked before anything changes."""
         plans = {device: self.build(recipe, device, self.step) for device in self._plans}
+        if self._forward_plan is not None:
+            self._superseded.append((torch._C._autograd._get_sequence_nr(), self._plans))
         self.recipe, self._plans = recipe, plans
         for device, plan in plans.items():
             self._make_state(plan, device)
@@ -235,6 +238,11 @@ class LinearRuntime(torch.nn.Module):
         if self.weight_cache is not None:
             self.weight_cache.invalidate()
 
+    def end_step(self) -> None:
+        """Every forward of the step has had its backward: nothing of it can be recomputed any more."""
+        self._forward_plan, self._superseded = None, []
+        self.invalidate()
+
     def _load_from_state_dict(self, *args, **kwargs):
         super()._load_from_state_dict(*args, **kwargs)
         self.invalidate()
@@ -248,7 +256,7 @@ class LinearRuntime(torch.nn.Module):
         with another recipe.
         """
         plan = self.plan_for(device)
-        self._check_recompute(plan)
+        self._check_recompute(device, plan)
         rng = state = None
         if plan.uses_rng:
             if self.keys is None:
@@ -264,8 +272,8 @@ class LinearRuntime(torch.nn.Module):
             plan = self.observer.watch(plan)
         return LinearCall(plan, comm, rng, state, self.weight_cache)
 
-    def _check_recompute(self, plan: GemmPlan) -> None:
-        """A forward inside backward is activation recomputation: its plan must be the forward's.
+    def _check_recompute(self, device: torch.device, plan: GemmPlan) -> None:
+        """A forward inside backward is activation recomputation: its plan must be its forward's.
 
         Otherwise the recipe changed in between, and gradients would mix two recipes.
         """
@@ -273,11 +281,24 @@ class LinearRuntime(torch.nn.Module):
             return
         if torch._C._current_graph_task_id() == -1:
             self._forward_plan = plan
-        elif self._forward_plan is not None and plan != self._forward_plan:
+        elif plan != self._recomputed_plan(device, plan):
             raise PlanError(
                 f"{plan.label}: the recipe changed between a forward and its recomputation in backward; finish the "
                 "backward of a step before switching"
             )
+
+    def _recomputed_plan(self, device: torch.device, plan: GemmPlan) -> GemmPlan:
+        """The plan of the forward that is being recomputed.
+
+        Autograd numbers its nodes as they are made. The node that runs now, and asked for the recomputation, was made
+        with that forward: before the first change of plans that has a higher number (both in the thread that runs
+        forwards). A recomputation started by a tensor's hook has no node: there it is the last forward's plan.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._forward_plan or plan
+        made = node._sequence_nr()
+        return next((plans.get(device, plan) for when, plans in self._superseded if made < when), plan)
 
 
 def _stateful(plan: GemmPlan):

@@ -26,9 +26,10 @@ class HybridQuantConfig:
 
     hq_recipe: str | None = _flag(
         None,
-        "Recipe: a shipped one by name (megatron-hybrid recipes lists them) or the path of a .yaml or .json file. "
+        "Recipe: a shipped one by name (megatron-hybrid recipes lists them), the path of a .yaml or .json file, or "
+        "module:function, a Python function from a role to a HybridQuantizer. "
         f"Default: {DEFAULT_RECIPE}, unless --spec is given.",
-        metavar="NAME|PATH",
+        metavar="NAME|PATH|MODULE:FUNCTION",
     )
     hq_explain: bool = _flag(False, "Print which formats and which backend every gemm gets, and stop.")
     hq_strict: bool = _flag(False, "Refuse emulated gemms and gathers in high precision instead of counting them.")

@@ -48,6 +48,8 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
     if found is None:
         return [f"note: the checkpoint in {args.load} records no recipe; it goes on with {ours}"]
     if found["fingerprint"] == recipe.fingerprint:
+        if recipe.to_dict().get("callable"):
+            return [f"note: {ours} is a Python function: the checkpoint has its name, not what it says; keep it the same"]
         return []
     theirs = _describe(found["recipe"].get("name", "unnamed"), found["fingerprint"])
     if switch or args.finetune:

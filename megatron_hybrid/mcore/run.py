@@ -10,6 +10,7 @@ from ..gemm import GEMMS
 from ..model_shape import ModelShape
 from ..plan import GemmPlan, PlanError
 from ..recipe import Recipe
+from ..recipe_callable import load_recipe
 from . import checkpoint, metrics, recipes, validation
 from .errors import UserError
 from .modules import COLUMN_PARALLEL
@@ -23,7 +24,7 @@ def before_validation(args) -> Recipe:
     """Our checks that must come before Megatron's, whose answer would be an assertion's traceback."""
     validation.check_flags(args)
     validation.check_ranks(args)
-    recipe = Recipe.load(args.hq_recipe)
+    recipe = load_recipe(args.hq_recipe)
     if args.hq_backward is not None:
         recipe = recipe.with_backward(args.hq_backward)
     validation.check_data(args)

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from ..recipe import Recipe
+from ..recipe_callable import CallableRecipe, as_recipe
 from . import attention, checkpoint, driver
 from .errors import UserError
 from .layers import HybridColumnParallelLinear, HybridParallelLinear, HybridRowParallelLinear
@@ -119,14 +120,18 @@ def layer_spec(config, *, attention_zeroed: bool = False, parts: LayerParts = La
 class HybridLayerSpec:
     """A recipe as a GPTModelConfig's ``transformer_layer_spec``: called for each pipeline stage.
 
+    recipe: a `Recipe`, a name or path, or a function `role -> HybridQuantizer`, which is asked in every process.
     attention_zeroed: see `HybridDotProductAttention`. fused: see `parts.choose`. Raises `UserError` for a
     configuration that is not supported, and what `Recipe.check_matches` raises for rules that do not fit the whole
     model.
     """
 
-    recipe: Recipe
+    recipe: Recipe | CallableRecipe
     attention_zeroed: bool = False
     fused: bool | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "recipe", as_recipe(self.recipe))
 
     def recipe_for(self, config) -> Recipe:
         """The recipe that this configuration trains with, checked against all of its modules."""

@@ -22,7 +22,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
-from megatron_hybrid import Recipe, RecipeError, list_recipes
+from megatron_hybrid import HybridQuantizer, Recipe, RecipeError, list_recipes
 from megatron_hybrid.linear import LOCAL, hybrid_linear
 from megatron_hybrid.mcore import driver, planning
 from megatron_hybrid.mcore.attention import HybridDotProductAttention
@@ -245,6 +245,31 @@ def check_first_last_flags():
     edges = dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)
     layers = build(Recipe.load("mxfp8"), sequence_parallel=True, **edges).module.decoder.layers
     assert [layer.mlp.linear_fc2.plan.fprop.pair.is_quantized for layer in layers] == [False, True]
+
+
+def check_function_as_recipe():
+    """A Python function reaches every module through Megatron's hook, with the bits of the same recipe file."""
+    parallel(tp=2)
+
+    def by_tensor(role):
+        assert role.name.startswith("decoder.layers.") and role.layer in (1, 2)
+        if role.module_type == "dpa":
+            return None
+        return HybridQuantizer("mxfp8_e4m3", "nvfp4") if role.tensor_type != "grad_output" else HybridQuantizer("nvfp4", "nvfp4")
+
+    same = Recipe.from_dict({"version": 1, "defaults": {"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4"}})
+    edges = dict(first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0)
+    for changes in ({}, edges):
+        seen = []
+        for recipe in (by_tensor, same):
+            parallel(tp=2)
+            model = build(recipe, **changes)
+            loss = losses(model)
+            loss.sum().backward()
+            seen.append([loss, *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+        layers = model.module.decoder.layers
+        assert [layer.mlp.linear_fc2.plan.fprop.pair.is_quantized for layer in layers] == [not changes, True]
 
 
 def check_output_layer():

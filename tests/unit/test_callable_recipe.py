@@ -5,8 +5,9 @@ import torch
 from linear_cases import assert_same, gradients, randn, recipe
 
 import megatron_hybrid as mh
-from megatron_hybrid.modules.attention import HybridSelfAttention
-from megatron_hybrid.recipe_callable import CallableRecipe, as_recipe
+from megatron_hybrid import HybridSelfAttention
+from megatron_hybrid import CallableRecipe
+from megatron_hybrid.recipe_callable import as_recipe
 
 TABLE = {
     "input": mh.HybridQuantizer("mxfp8_e4m3", "nvfp4"),
@@ -122,6 +123,29 @@ def test_attention_stays_in_high_precision_and_so_does_the_output_layer():
     head = mh.ModuleRole("linear", "output_layer", lm_head=True)
     assert not as_recipe(by_tensor).resolve(head).is_quantized
     assert CallableRecipe(by_tensor, lm_head=True).resolve(head).is_quantized
+
+
+def test_a_function_by_its_place(tmp_path, monkeypatch):
+    (tmp_path / "my_recipes.py").write_text("def hybrid(role):\n    return None\nnumber = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = as_recipe("my_recipes:hybrid")
+    assert isinstance(loaded, CallableRecipe) and loaded.name == "hybrid"
+    for text, words in (("my_recipes:gone", "no attribute 'gone'"), ("no_such_module:f", "No module named"), ("my_recipes:number", "found 3")):
+        with pytest.raises(mh.RecipeError, match=words):
+            as_recipe(text)
+    with pytest.raises(mh.RecipeError, match="unknown recipe 'hybrid'"):
+        as_recipe("hybrid")
+
+
+def test_one_more_rule_in_front_holds_whatever_the_function_says():
+    plain = as_recipe(by_tensor)
+    edged = plain.with_first_rule({"layers": "first:1,last:1"}, "high_precision")
+    roles = [mh.ModuleRole("linear", "fc", layer=n, num_layers=3) for n in (1, 2, 3)]
+    assert [edged.resolve(role).is_quantized for role in roles] == [False, True, False]
+    assert edged.resolve(roles[1]) == plain.resolve(roles[1])
+    assert edged.fingerprint != plain.fingerprint and edged.to_dict()["rules"][0]["match"] == {"layers": "first:1,last:1"}
+    with pytest.raises(mh.RecipeError, match="a rule on steps needs a recipe file"):
+        plain.with_first_rule({"steps": "3:"}, "high_precision")
 
 
 def test_anything_else_is_refused():

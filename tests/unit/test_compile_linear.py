@@ -5,7 +5,7 @@ import torch
 from linear_cases import DELAYED, assert_same, randn, recipe
 
 import megatron_hybrid as mh
-from megatron_hybrid.modules.attention import HybridSelfAttention
+from megatron_hybrid import HybridSelfAttention
 
 SR = recipe("nvfp4", {"grad_output": "nvfp4:sr", "weight": "nvfp4:2d"}, {"grad_output": "nvfp4:rht,sr", "input": "nvfp4:rht"})
 RECIPES = {

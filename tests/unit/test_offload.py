@@ -8,7 +8,7 @@ import torch
 from linear_cases import DELAYED, STOCHASTIC, assert_same, counted_casts, gradients, nbytes, randn, recipe, saved_tensors
 
 import megatron_hybrid as mh
-from megatron_hybrid.modules.attention import HybridSelfAttention
+from megatron_hybrid import HybridSelfAttention
 
 FORMATS = ["high_precision", "fp8_current_e4m3", "fp8_rowwise_e4m3", "fp8_block_e4m3", "mxfp8_e4m3", "nvfp4", "nvfp4:row_scaled"]
 

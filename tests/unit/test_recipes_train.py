@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import megatron_hybrid as mh
 from megatron_hybrid.explain import plans_of
-from megatron_hybrid.modules.attention import HybridSelfAttention
+from megatron_hybrid import HybridSelfAttention
 from megatron_hybrid.modules.norm import Norm
 
 HIDDEN, FFN, LAYERS, VOCAB = 64, 64, 3, 128

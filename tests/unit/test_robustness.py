@@ -9,7 +9,7 @@ from linear_cases import DELAYED, STOCHASTIC, assert_same, gradients, randn, rec
 from torch.utils.checkpoint import checkpoint
 
 import megatron_hybrid as mh
-from megatron_hybrid.modules.attention import HybridSelfAttention
+from megatron_hybrid import HybridSelfAttention
 
 HYBRID = recipe("mxfp8_e4m3", "nvfp4", "nvfp4")
 KINDS = ["linear", "norm_linear", "mlp", "grouped", "attention"]
@@ -123,6 +123,60 @@ def test_c59_p29_another_recipe_in_the_recomputation_is_refused(reentrant, how):
         y.backward(dy)
     y = checkpoint(m, x, use_reentrant=reentrant)  # the next forward is right again
     y.backward(dy)
+
+
+E4, E5 = (recipe(f, f, f) for f in ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2"))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_c59_a_switch_is_caught_whichever_forward_is_recomputed(reentrant, first):
+    """Two forwards, one before and one after the switch: only the old one's recomputation is wrong, in either order."""
+    m = build("linear", E4)
+    controller = mh.prepare(m)
+    x, dy = inputs("linear")
+    old = checkpoint(m, x.requires_grad_(), use_reentrant=reentrant)
+    controller.switch(E5)
+    new = checkpoint(m, x, use_reentrant=reentrant)
+    fresh = gradients(build("linear", E5), x, dy)[1]
+    for which in ("old", "new") if first == "old" else ("new", "old"):
+        x.grad = None
+        if which == "new":
+            new.backward(dy)
+            assert torch.equal(x.grad, fresh)
+        else:
+            with pytest.raises(mh.PlanError, match="module m: the recipe changed between a forward and its recomputation"):
+                old.backward(dy)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, where a recomputation raises
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_c59_a_switch_is_caught_in_nested_checkpoints(reentrant):
+    layers = torch.nn.ModuleList(build("linear", E4, name=str(i)) for i in range(2))
+    controller = mh.prepare(layers)
+    inner = lambda t: checkpoint(layers[0], t, use_reentrant=reentrant)  # noqa: E731
+    run = lambda x: checkpoint(lambda t: layers[1](inner(t)), x, use_reentrant=reentrant)  # noqa: E731
+    x, dy = inputs("linear")
+    old = run(x.requires_grad_())
+    controller.switch(E5)
+    run(x).backward(dy)  # wholly after the switch: right
+    with pytest.raises(mh.PlanError, match="the recipe changed between a forward and its recomputation"):
+        old.backward(dy)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_c59_a_switch_between_steps_refuses_nothing(reentrant):
+    """Also where a forward of the step before was never followed by a backward."""
+    m = build("linear", E4)
+    controller = mh.prepare(m)
+    x, dy = inputs("linear")
+    for step, rcp in ((1, E4), (2, E5), (3, E4)):
+        controller.switch(rcp)
+        controller.begin_step(step)
+        m(x)
+        checkpoint(m, x.requires_grad_(), use_reentrant=reentrant).backward(dy)
+        controller.end_step()
+        assert not m.hq._superseded
 
 
 def test_p29_without_recomputation_a_forward_keeps_its_plan_for_its_backward():
