@@ -57,6 +57,13 @@ class Controller:
 
         self.recorder = Recorder(every, path, **options)
 
+    def check_nan(self, rank: int | None = None) -> None:
+        """From now on raise `observe.nan_check.NanFound` at the first NaN or Inf. Makes the host wait for every cast."""
+        from .observe.nan_check import NanCheck
+
+        for runtime in self.runtimes:
+            runtime.nan_check = NanCheck(self.keys, rank)
+
     def begin_step(self, step: int, num_microbatches: int | None = None) -> None:
         """Start of step `step` (Megatron's 1-based iteration): step rules take effect, a cache window opens."""
         for runtime in self.runtimes:

@@ -90,6 +90,7 @@ class LinearRuntime(torch.nn.Module):
         self.weight_cache: WeightCache | None = None
         self.weight_owner = None  # `weights.WeightOwner` of a weight that lives quantized
         self.observer = None  # an `observe.recorder.Observer` in steps whose casts are measured
+        self.nan_check = None  # an `observe.nan_check.NanCheck`
         self.index_maps: dict[str, tuple[int, int, int]] = {}  # operand -> where a shard lies in the whole, see `Rng`
         self._plans: dict[torch.device, GemmPlan] = {}
         self._forward_plan: GemmPlan | None = None  # of the last forward outside backward since the last step's end
@@ -268,8 +269,9 @@ class LinearRuntime(torch.nn.Module):
         if self._buffers:
             record = training and torch.is_grad_enabled()
             state = {op: tuple(self._state(f"{op}_{d}", record) for d in DIRECTIONS) for op in OPERANDS}
-        if self.observer is not None and not torch.compiler.is_compiling():
-            plan = self.observer.watch(plan)
+        if not torch.compiler.is_compiling():
+            for watcher in (self.observer, self.nan_check):
+                plan = plan if watcher is None else watcher.watch(plan)
         return LinearCall(plan, comm, rng, state, self.weight_cache)
 
     def _check_recompute(self, device: torch.device, plan: GemmPlan) -> None:

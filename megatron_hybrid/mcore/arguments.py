@@ -56,7 +56,10 @@ class HybridQuantConfig:
         metavar="PATH",
     )
     hq_check_nan: bool = _flag(
-        False, "Stop at the first NaN or Inf in a loss or gradient (Megatron's own check, which must not be off)."
+        False,
+        "Stop at the first NaN or Inf among the operands and results of the linears, naming module, tensor, direction, "
+        "rank, step and microbatch, before Megatron's own check of losses and gradients, which must not be off. Slow on "
+        "a GPU: it waits for every cast.",
     )
     hq_demo_disable_attention: bool = _flag(False, argparse.SUPPRESS)
 

@@ -108,6 +108,8 @@ def attach_in_run(chunks: list) -> list:
         if driver is not None:
             state.note_missing(driver.controller.runtimes, args)
             _record_statistics(driver.controller, args)
+            if getattr(args, "hq_check_nan", False):
+                driver.controller.check_nan(args.rank if args.world_size > 1 else None)
     return chunks
 
 
