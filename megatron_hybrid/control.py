@@ -79,22 +79,21 @@ class Controller:
         """Before the forward of microbatch `index` (0-based), and before its backward where others ran in between."""
         self.keys.set(self.keys.step, index)
 
-    def end_step(self, group=None) -> None:
+    def end_step(self, group=None, expert_groups=None) -> None:
         """After the optimizer's step: the cache window closes, delayed scales move on.
 
         group: the process group whose ranks share the tensors; all amaxes are max-reduced in one collective.
+        expert_groups: where experts are spread over ranks, the groups, one after another, over which their amaxes are
+        reduced instead: the ranks that hold the same experts. Every rank takes part, tokens or not: an amax is then 0.
         """
         for runtime in self.runtimes:
             runtime.end_step()
         if self.recorder is not None:
             self.recorder.end_step(self.keys.step)
-        states = [pair for runtime in self.runtimes for pair in runtime.states()]
-        if not states:
-            return
-        if group is not None:
-            amaxes = torch.stack([state.history[0] for _, state in states])
-            torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
-            torch._foreach_copy_([state.history[0] for _, state in states], list(amaxes.unbind()))
+        spread = [r for r in self.runtimes if expert_groups is not None and r.role.expert is not None]
+        shared = [r for r in self.runtimes if expert_groups is None or r.role.expert is None]
+        _reduce_amaxes(shared, [] if group is None else [group])
+        _reduce_amaxes(spread, expert_groups or [])
         together = defaultdict(list)
         for fmt, state in (pair for runtime in self.runtimes for pair in runtime.states(moving=True)):
             together[fmt, state.scale.device].append(state)
@@ -118,6 +117,15 @@ class Controller:
             runtime.check(recipe)
         for runtime in self.runtimes:
             runtime.replan(recipe)
+
+
+def _reduce_amaxes(runtimes: list[LinearRuntime], groups) -> None:
+    """The running step's amaxes, max-reduced in one collective a group."""
+    histories = [state.history[0] for runtime in runtimes for _, state in runtime.states()]
+    for group in groups if histories else ():
+        amaxes = torch.stack(histories)
+        torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch._foreach_copy_(histories, list(amaxes.unbind()))
 
 
 def prepare(model: torch.nn.Module, recipe=None, seed: int = 0, num_microbatches: int = 1) -> Controller:

@@ -6,11 +6,8 @@ Megatron-Core calls `attach`, and the four methods itself.
 
 from __future__ import annotations
 
-import torch
-
 from ..control import Controller
 from ..patches.training_steps import DRIVER
-from ..plan import PlanError
 from ..runtime import LinearRuntime
 from . import state
 
@@ -19,10 +16,11 @@ class Driver:
     """Drives a `Controller`. Outside of steps, in evaluation, nothing moves: keys stay those of the last step.
 
     group: the ranks that share the tensors, None where there is only one. All of them hold the same modules.
+    expert_groups: the same for the tensors of experts, see `Controller.end_step`.
     """
 
-    def __init__(self, controller: Controller, group=None):
-        self.controller, self.group = controller, group
+    def __init__(self, controller: Controller, group=None, expert_groups=()):
+        self.controller, self.group, self.expert_groups = controller, group, expert_groups
         self.in_step = self.has_begun = False
 
     def begin_step(self, completed: int | None) -> None:
@@ -58,36 +56,33 @@ class Driver:
         self.in_step = False
         self.controller.microbatch(0)
         if completed:
-            self.controller.end_step(self.group)
+            self.controller.end_step(self.group, self.expert_groups)
 
 
 def attach(chunks: list, *, seed: int) -> Driver | None:
-    """Make the driver of a model's chunks and hang it on each; None for a model without quantized linears.
-
-    Raises `PlanError` for expert modules scaled by history, which other ranks do not share.
-    """
+    """Make the driver of a model's chunks and hang it on each; None for a model without quantized linears."""
     runtimes = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LinearRuntime)]
     if not runtimes:
         return None
-    for runtime in runtimes:
-        if runtime.role.expert is not None and any(True for _ in runtime.states()):
-            raise PlanError(f"module {runtime.label}: delayed scaling of experts is not supported in Megatron yet")
-    amax_group, data_parallel = _groups(chunks[0])
+    amax_group, data_parallel, expert_groups = _groups(chunks[0])
     controller = Controller(
         runtimes, None, seed & 0xFFFFFFFF, 1, replica=data_parallel.rank(), num_replicas=data_parallel.size()
     )
-    driver = Driver(controller, amax_group if amax_group.size() > 1 else None)
+    driver = Driver(
+        controller, amax_group if amax_group.size() > 1 else None, [g for g in expert_groups if g.size() > 1]
+    )
     for chunk in chunks:
         setattr(chunk, DRIVER, driver)
     return driver
 
 
 def _groups(chunk):
-    """(the ranks that share a stage's tensors, those that share its weights only).
+    """(the ranks that share a stage's tensors, those that share its weights only, those that share its experts).
 
     Inputs are the same on all tensor-parallel ranks or split among them, weights are split among them and the same
     on data-parallel ranks, and every data-parallel rank sees other tokens: one scale for all of them. Pipeline stages
-    share nothing.
+    share nothing. An expert's tensors are shared by the expert-tensor-parallel ranks and, other tokens, by the
+    expert-data-parallel ones.
     """
     from megatron.core import parallel_state
 
@@ -95,7 +90,8 @@ def _groups(chunk):
     amax_group = getattr(groups, "tp_dp_cp", None)
     if amax_group is None:
         amax_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    return amax_group, groups.dp
+    expert_groups = [getattr(groups, name, None) for name in ("expt_tp", "expt_dp")]
+    return amax_group, groups.dp, [group for group in expert_groups if group is not None]
 
 
 def attach_in_run(chunks: list) -> list:

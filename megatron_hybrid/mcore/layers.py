@@ -17,6 +17,7 @@ from ..runtime import LinearRuntime
 from . import state
 from .modules import linear_role
 from .recipe_hook import carried
+from .weight_window import WeightWindow
 
 
 def compute_device() -> torch.device:
@@ -24,20 +25,24 @@ def compute_device() -> torch.device:
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
-class HybridParallelLinear:
+class HybridParallelLinear(WeightWindow):
     """What our two parallel linears add to Megatron's.
 
     hq_layer    number of the transformer layer that owns this linear, global, from 1 (set by the layer)
+    hq_expert   global number of the expert that this linear is part of, or None (set by the layer)
     hq          plan and state, there once Megatron has called `finish_init`
     """
 
     hq_layer: int | None = None
+    hq_expert: int | None = None
     hq: LinearRuntime
 
     def finish_init(self, quant_config) -> None:
         """Megatron's call after the model is built: resolve the recipe for this module."""
         recipe = carried(quant_config, self)
-        role = linear_role(quant_config.match_input.module_path, self.hq_layer, self.config.num_layers)
+        role = linear_role(
+            quant_config.match_input.module_path, self.hq_layer, self.config.num_layers, expert=self.hq_expert
+        )
         device = compute_device() if self.weight is None else self.weight.device
         self.hq = LinearRuntime(recipe, role, device)
         self.hq.weight_cache = WeightCache()
@@ -51,29 +56,6 @@ class HybridParallelLinear:
     def plan(self) -> GemmPlan | None:
         hq = self._modules.get("hq")
         return None if hq is None else hq.plan_for(compute_device() if self.weight is None else self.weight.device)
-
-    @property
-    def is_first_microbatch(self) -> bool:
-        """Set by Megatron before the first microbatch of a step: the weight may have changed since."""
-        return self.__dict__.get("_is_first_microbatch", True)
-
-    @is_first_microbatch.setter
-    def is_first_microbatch(self, value: bool) -> None:
-        self._is_first_microbatch = value
-        self._forget_weight()
-
-    def train(self, mode: bool = True):
-        self._forget_weight()
-        return super().train(mode)
-
-    def _load_from_state_dict(self, *args, **kwargs):
-        self._forget_weight()
-        return super()._load_from_state_dict(*args, **kwargs)
-
-    def _forget_weight(self) -> None:
-        hq = self._modules.get("hq")
-        if hq is not None:
-            hq.weight_cache.invalidate()
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         tensors = super().sharded_state_dict(prefix, sharded_offsets, metadata)

@@ -14,19 +14,27 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
 from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
 from megatron.core.transformer.attention import SelfAttentionSubmodules
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer,
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from ..recipe import Recipe
 from ..recipe_callable import CallableRecipe, as_recipe
 from . import attention, checkpoint, driver
 from .errors import UserError
+from .experts import HybridGroupedMLP, HybridGroupedParallelLinear
 from .layers import HybridColumnParallelLinear, HybridParallelLinear, HybridRowParallelLinear
-from .modules import OUTPUT_LAYER, enumerate_modules
+from .modules import OUTPUT_LAYER, enumerate_modules, expert_layers
 from .parts import LayerParts, choose
 from .planning import with_bf16_edges
 from .recipe_hook import carry
@@ -35,7 +43,7 @@ from .recipe_hook import carry
 # with these names, and so checkpoints can be exchanged
 _NORM_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",  # dense layers only: experts share the norm
 }
 
 
@@ -58,21 +66,32 @@ class HybridSpecProvider(LocalSpecProvider):
         cls = attention.HybridDotProductAttention
         return functools.partial(cls, zeroed=True) if self.attention_zeroed else cls
 
+    def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
+        if moe_use_grouped_gemm:
+            return HybridGroupedMLP
+        linears = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
+        return functools.partial(SequentialMLP, submodules=linears)
+
 
 class HybridTransformerLayer(TransformerLayer):
-    """Megatron's layer, which tells its linears its number: paths count from 0 in every pipeline stage."""
+    """Megatron's layer, which tells its linears its number: paths count from 0 in every pipeline stage.
+
+    Experts built one by one are told which they are.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         for module in self.modules():
-            if isinstance(module, HybridParallelLinear):
+            if isinstance(module, (HybridParallelLinear, HybridGroupedParallelLinear)):
                 module.hq_layer = self.layer_number
+        if isinstance(self.mlp, MoELayer):
+            for number, expert in zip(self.mlp.local_expert_indices, getattr(self.mlp.experts, "local_experts", ())):
+                expert.linear_fc1.hq_expert = expert.linear_fc2.hq_expert = number
 
 
 def refuse_unsupported(config) -> None:
     """Raise `UserError` for what a TransformerConfig asks and this adapter does not do."""
     reasons = {
-        "mixture of experts (--num-experts)": config.num_moe_experts is not None,
         "multi-latent attention (--multi-latent-attention)": config.multi_latent_attention,
         "multi-token prediction (--mtp-num-layers)": bool(config.mtp_num_layers),
         "an experimental attention variant": config.experimental_attention_variant is not None,
@@ -86,10 +105,35 @@ def refuse_unsupported(config) -> None:
         if asked:
             raise UserError(f"{what} {asked} beside a recipe: the recipe decides the formats; leave {what} out")
     attention.refuse_unsupported(config)
+    if config.num_moe_experts is not None:
+        _refuse_unsupported_experts(config)
 
 
-def layer_spec(config, *, attention_zeroed: bool = False, parts: LayerParts = LayerParts()) -> ModuleSpec:
-    """One dense layer of a TransformerConfig."""
+def _refuse_unsupported_experts(config) -> None:
+    """What Megatron's mixture of experts does only with Transformer Engine or other packages, and what we lack."""
+    reasons = {
+        "--moe-token-dispatcher-type flex": config.moe_token_dispatcher_type == "flex",
+        "--moe-permute-fusion": config.moe_permute_fusion,
+        "--moe-router-fusion": config.moe_router_fusion,
+        "--moe-latent-size": bool(config.moe_latent_size),
+        "--moe-router-padding-for-quantization": bool(config.moe_router_padding_for_quantization),
+        "--use-transformer-engine-op-fuser": bool(config.use_transformer_engine_op_fuser),
+        "--delay-wgrad-compute": config.delay_wgrad_compute,
+        "--overlap-moe-expert-parallel-comm": config.overlap_moe_expert_parallel_comm,
+        "interleaved gated units (--moe-mlp-glu-interleave-size)": config.moe_mlp_glu_interleave_size is not None,
+    }
+    for what, asked in reasons.items():
+        if asked:
+            raise UserError(
+                f"{what} needs Transformer Engine or another package and is not supported with a recipe; leave it out "
+                "(padding to a format's blocks happens inside the grouped linears)"
+            )
+
+
+def layer_spec(
+    config, *, attention_zeroed: bool = False, parts: LayerParts = LayerParts(), experts: bool = False
+) -> ModuleSpec:
+    """One layer of a TransformerConfig, dense or a mixture of experts."""
     backend = HybridSpecProvider(attention_zeroed=attention_zeroed, parts=parts)
     norm, residual_norm = backend.layer_norm(), backend.layer_norm(has_residual=True)
     qk_norm = L2Norm if config.qk_l2_norm else norm if config.qk_layernorm else IdentityOp
@@ -109,9 +153,9 @@ def layer_spec(config, *, attention_zeroed: bool = False, parts: LayerParts = La
         self_attention=self_attention,
         self_attn_bda=get_bias_dropout_add,
         pre_mlp_layernorm=residual_norm,
-        mlp=parts.dense_mlp(get_mlp_module_spec_for_backend(backend)),
+        mlp=_mlp_spec(config, backend, parts, experts),
         mlp_bda=get_bias_dropout_add,
-        sharded_state_dict_keys_map=dict(_NORM_NAMES),
+        sharded_state_dict_keys_map={k: v for k, v in _NORM_NAMES.items() if not experts or "mlp" not in k},
     )
     return ModuleSpec(module=HybridTransformerLayer, submodules=submodules)
 
@@ -150,9 +194,28 @@ class HybridLayerSpec:
         for hook in (_quantize_output_layer if recipe.lm_head else None, driver.attach_in_run, parts.fuse_loss):
             if hook is not None and hook not in hooks:
                 hooks.append(hook)
-        layer = layer_spec(config, attention_zeroed=self.attention_zeroed, parts=parts)
-        num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-        return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=parts.norm)
+        layers = _layers(config, vp_stage, functools.partial(layer_spec, attention_zeroed=self.attention_zeroed, parts=parts))
+        return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts.norm)
+
+
+def _mlp_spec(config, backend: HybridSpecProvider, parts: LayerParts, experts: bool):
+    if not experts:
+        return parts.dense_mlp(get_mlp_module_spec_for_backend(backend))
+    return get_mlp_module_spec_for_backend(
+        backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
+    )
+
+
+def _layers(config, vp_stage: int | None, build) -> list[ModuleSpec]:
+    """The specs of the layers that this pipeline stage builds; `build(config, experts=)` makes one."""
+    has_experts = expert_layers(config)
+    specs = {kind: build(config, experts=kind) for kind in set(has_experts)}
+    if (layout := config.pipeline_model_parallel_layout) is not None:
+        numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        numbers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+    return [specs[has_experts[number]] for number in numbers]
 
 
 def _quantize_output_layer(model: list) -> list:

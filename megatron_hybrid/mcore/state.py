@@ -22,6 +22,8 @@ def sharded(module, tensors: dict, prefix: str, offsets, metadata) -> dict:
         return tensors
     names = list(hq._buffers)
     layer = f"layer_{module.hq_layer}." if offsets else ""
+    if module.hq_expert is not None:
+        layer += f"expert_{module.hq_expert}."
     ours = make_sharded_tensors_for_checkpoint(
         {f"{PREFIX}{name}": hq._buffers[name] for name in names},
         prefix,
@@ -40,11 +42,15 @@ def sharded(module, tensors: dict, prefix: str, offsets, metadata) -> dict:
 
 def possible_keys(role, name: str) -> tuple[str, str]:
     """Where a checkpoint may hold a history: a layer a key, or stacked."""
-    apart = f"{role.name}.{PREFIX}{name}"
+    module = role.name
+    if role.expert is not None:  # Megatron's keys of experts, whichever implementation
+        module = module.replace(".experts.", ".experts.experts.", 1)
+        name = f"expert_{role.expert}.{name}"
+    apart = f"{module}.{PREFIX}{name}"
     if role.layer is None:
         return apart, apart
     number = f"layers.{role.layer - 1}."
-    return apart, f"{role.name.replace(number, 'layers.', 1)}.{PREFIX}layer_{role.layer}.{name}"
+    return apart, f"{module.replace(number, 'layers.', 1)}.{PREFIX}layer_{role.layer}.{name}"
 
 
 def note_missing(runtimes, args) -> None:

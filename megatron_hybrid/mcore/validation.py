@@ -72,11 +72,30 @@ def check_ranks(args) -> None:
             f"{given} needs a multiple of {product} ranks, found {args.world_size}; start as many with "
             f"torchrun --nproc-per-node, or lower the sizes"
         )
+    _check_expert_ranks(args)
     tp = args.tensor_model_parallel_size
     if args.sequence_parallel and args.seq_length is not None and args.seq_length % tp:
         raise UserError(
             f"--sequence-parallel splits --seq-length {args.seq_length} over --tensor-model-parallel-size {tp} ranks, "
             "which does not divide it"
+        )
+
+
+def _check_expert_ranks(args) -> None:
+    """Expert-parallel ranks come out of the data-parallel ones, and the experts are divided among them."""
+    ep, experts = args.expert_model_parallel_size, args.num_experts or None  # 0 means none to Megatron
+    if experts is None:
+        if ep > 1:
+            raise UserError(f"--expert-model-parallel-size {ep} without --num-experts: there are no experts to divide")
+        return
+    if experts % ep:
+        raise UserError(f"--num-experts {experts} over --expert-model-parallel-size {ep} ranks, which does not divide it")
+    etp, pp = args.expert_tensor_parallel_size or args.tensor_model_parallel_size, args.pipeline_model_parallel_size
+    needed = ep * etp * pp
+    if args.world_size % needed:
+        raise UserError(
+            f"--expert-model-parallel-size {ep} x --expert-tensor-parallel-size {etp} x --pipeline-model-parallel-size "
+            f"{pp} needs a multiple of {needed} ranks, found {args.world_size}; lower the sizes"
         )
 
 

@@ -10,6 +10,7 @@ import sys
 import traceback
 from pathlib import Path
 
+import mcore_model_experts
 import mcore_model_steps
 import torch
 import torch.distributed as dist
@@ -313,7 +314,7 @@ def check_checkpoint_keys():
 def main() -> None:
     dist.init_process_group("gloo")
     errors = {}
-    for name, check in [*globals().items(), *vars(mcore_model_steps).items()]:
+    for name, check in [*globals().items(), *vars(mcore_model_steps).items(), *vars(mcore_model_experts).items()]:
         if not name.startswith("check_") or name == "check_column":
             continue
         errors[name.removeprefix("check_")] = None

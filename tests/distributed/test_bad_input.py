@@ -50,7 +50,12 @@ TABLE = {
     ),
     "indivisible_sequence": (["--seq-length", "33"], ["--seq-length 33", "--tensor-model-parallel-size 2"]),
     "megatron_assertion": (["--global-batch-size", "7"], ["Megatron's arguments", "7"]),
-    "experts": (["--num-experts", "4"], ["--num-experts", "not supported with a recipe yet"]),
+    "experts_flex": (["--num-experts", "4", "--moe-token-dispatcher-type", "flex"], ["flex", "not supported"]),
+    "experts_on_ranks": (
+        ["--num-experts", "3", "--expert-model-parallel-size", "2"],
+        ["--num-experts 3", "--expert-model-parallel-size 2", "does not divide"],
+    ),
+    "no_experts_on_ranks": (["--expert-model-parallel-size", "2"], ["without --num-experts"]),
     "window": (["--window-size", "8,0"], ["--window-size"]),
     "strict": (["--hq-recipe", MIXED, "--hq-strict"], ["--hq-strict", "fprop", "emulated on cpu", "gathered in high"]),
     "two_specs": (["--hq-recipe", "mxfp8", "--spec", "some.module", "spec"], ["--spec some.module spec", "--hq-recipe"]),

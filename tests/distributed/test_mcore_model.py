@@ -10,7 +10,9 @@ import pytest
 from launch import torchrun
 
 WORKER = Path(__file__).parent / "run_mcore_model.py"
-SOURCES = WORKER.read_text() + WORKER.with_name("mcore_model_steps.py").read_text()
+SOURCES = WORKER.read_text() + "".join(
+    WORKER.with_name(f"mcore_model_{part}.py").read_text() for part in ("steps", "experts")
+)
 CHECKS = re.findall(r"^def check_(\w+)\((?:recipe: str = MIXED)?\)", SOURCES, re.M)
 
 pytestmark = pytest.mark.dist

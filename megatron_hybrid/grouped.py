@@ -1,0 +1,132 @@
+"""The grouped linear: one linear an expert over contiguous groups of rows, one (E, N, K) weight.
+
+    fprop   y[e]  = x[e]  @ w[e].T        dgrad   dx[e] = dy[e] @ w[e]        wgrad   dw[e] = dy[e].T @ x[e]
+
+`ExpertRuntimes` owns the plans; `HybridGroupedLinear` and Megatron's experts call it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .linear import LOCAL, LinearCall, WeightCache, add_bias, dgrad, fprop, placeholder_gradient, save_for_backward, wgrad
+from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
+from .roles import ModuleRole
+from .runtime import LinearRuntime
+from .scaling import Rng
+
+
+class ExpertRuntimes(torch.nn.ModuleList):
+    """The runtimes of a grouped linear's experts, and a call of all of them.
+
+    role: of the first local expert; the others count on from it. num_experts: local ones. weight_rows: rows of the
+    whole weight of an expert (more than this rank's where experts are tensor parallel). Raises `PlanError` naming the
+    expert for a plan that cannot run.
+    """
+
+    def __init__(self, recipe, role: ModuleRole, num_experts: int, device, *, weight_rows: int, **runtime):
+        first = role.expert or 0
+        super().__init__(
+            LinearRuntime(recipe, replace(role, expert=first + e), device, **runtime) for e in range(num_experts)
+        )
+        self.weight_rows = weight_rows
+
+    def plans(self, device) -> list[GemmPlan]:
+        """One an expert."""
+        return [runtime.plan_for(device) for runtime in self]
+
+    def roles(self):
+        """input, weight, output (None), grad_output of every expert."""
+        return tuple(role for runtime in self for role in runtime.roles())
+
+    def make_weight_caches(self) -> None:
+        """For callers without a controller that say themselves when the weights change."""
+        for runtime in self:
+            runtime.weight_cache = WeightCache()
+
+    def invalidate(self) -> None:
+        """Drop cached quantized weights."""
+        for runtime in self:
+            runtime.invalidate()
+
+    def forward(self, x: torch.Tensor, weight, bias, m_splits, *, training: bool) -> torch.Tensor:
+        """x (T, K), weight (E, N, K), bias (E, N) or None -> (T, N). m_splits: rows of each group, a list or an int
+        tensor (E,). Raises ``ValueError`` when they are not E non-negative numbers that add up to T."""
+        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+        if len(splits) != len(self) or min(splits) < 0 or sum(splits) != x.shape[0]:
+            raise ValueError(
+                f"m_splits {splits}: expected {len(self)} numbers >= 0 that add up to the {x.shape[0]} rows of x"
+            )
+        calls, start = [], 0
+        for runtime, rows in zip(self, splits):
+            call = runtime.call(weight.device, LOCAL, training=training)
+            calls.append(at_rows(call, start, runtime.role.expert * self.weight_rows))
+            start += rows
+        if not torch.is_grad_enabled():
+            return forward(x, weight, bias, calls, splits, keep_input=False, keep_weight=False)[0]
+        return GroupedLinearFunction.apply(x, weight, bias, calls, splits)
+
+
+class GroupedLinearFunction(torch.autograd.Function):
+    """The three equations for every group. x (T, K), weight (E, N, K), bias (E, N) or None, splits: E ints."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, calls, splits):
+        needs = ctx.needs_input_grad
+        y, kept = forward(x, weight, bias, calls, splits, keep_input=needs[1], keep_weight=needs[0])
+        ctx.calls, ctx.splits, ctx.weight, ctx.dtype = calls, splits, weight, x.dtype
+        ctx.unpack = save_for_backward(ctx, *kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        needs, weight = ctx.needs_input_grad, ctx.weight
+        kept = ctx.unpack(ctx.saved_tensors)
+        main_grad = getattr(weight, "main_grad", None)
+        dx, dws, db = [], [], []
+        for e, (call, dy_e) in enumerate(zip(ctx.calls, dy.split(ctx.splits))):
+            x_kept, w_kept = kept[2 * e : 2 * e + 2]
+            dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy_e, rowwise=needs[0], columnwise=needs[1])
+            if needs[0]:
+                dx.append(dgrad(call, dy_row, w_kept, ctx.dtype))
+            if needs[1] and main_grad is not None:
+                wgrad(call, dy_col, x_kept, main_grad.dtype, accumulate_into=main_grad[e])
+            elif needs[1]:
+                dws.append(wgrad(call, dy_col, x_kept, weight.dtype))
+            if needs[2]:
+                db.append(dy_e.sum(dim=0))
+        dw = None
+        if needs[1]:
+            dw = placeholder_gradient(weight) if main_grad is not None else torch.stack(dws)
+        return torch.cat(dx) if needs[0] else None, dw, torch.stack(db) if needs[2] else None, None, None
+
+
+def forward(x, weight, bias, calls, splits, *, keep_input: bool, keep_weight: bool):
+    """`y` (T, N), and what is kept for backward: of x and of w, for every group."""
+    outputs, kept = [], []
+    for e, (call, x_e) in enumerate(zip(calls, x.split(splits))):
+        y_e, x_kept, w_kept = fprop(call, x_e, weight[e], keep_input=keep_input, keep_weight=keep_weight)
+        outputs.append(add_bias(y_e, None if bias is None else bias[e]))
+        kept += [x_kept, w_kept]
+    return torch.cat(outputs), kept
+
+
+def at_rows(call: LinearCall, tokens: int, weight: int) -> LinearCall:
+    """The call of a group whose tokens and weight start at these rows of the module's whole tensors.
+
+    Stochastic rounding draws by global row, so that groups do not repeat each other's bits.
+    """
+    if call.rng is None:
+        return call
+    rows = {INPUT: tokens, GRAD_OUTPUT: tokens, WEIGHT: weight}
+    return replace(call, rng={operand: _shifted(rng, rows[operand]) for operand, rng in call.rng.items()})
+
+
+def _shifted(rng: Rng, rows: int) -> Rng:
+    values = rng.values.clone()
+    values[3] += rows
+    return Rng.view(values)

@@ -1,0 +1,204 @@
+"""Checks of mixtures of experts in the Megatron modules on two ranks; run_mcore_model.py runs them."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from mcore_model_common import F, H, bf16, build, config, losses, parallel, rank
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+from megatron_hybrid import Recipe
+from megatron_hybrid.mcore import driver
+from megatron_hybrid.mcore.experts import HybridGroupedMLP
+from megatron_hybrid.mcore.modules import enumerate_modules
+from megatron_hybrid.mcore.planning import plan_model
+
+ROWSCALED = "nvfp4_rowscaled_fprop_mxfp8_bwd"
+
+
+def moe(recipe, *, grouped=True, **changes):
+    settings = dict(
+        num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=F, moe_grouped_gemm=grouped,
+        moe_token_dispatcher_type="alltoall", moe_aux_loss_coeff=1e-2, moe_router_load_balancing_type="aux_loss",
+    )  # fmt: skip
+    return build(Recipe.load(recipe) if isinstance(recipe, str) else recipe, **{**settings, **changes})
+
+
+def moe_layers(model):
+    return [layer.mlp for layer in model.module.decoder.layers]
+
+
+def route_to(model, experts: list[int]) -> None:
+    """Every token goes to these experts, two of them, with weight a half."""
+
+    def routing(logits, *args, **kwargs):
+        logits = logits.view(-1, logits.shape[-1])
+        probs, chosen = torch.zeros_like(logits), torch.zeros_like(logits, dtype=torch.bool)
+        probs[:, experts], chosen[:, experts] = 0.5, True
+        return probs + 0 * logits, chosen
+
+    for layer in moe_layers(model):
+        layer.router.routing = routing
+
+
+def check_a_rank_whose_experts_get_no_token():
+    """c01, c03: gradients there exist and are zero, hooks fire, nobody waits for anybody."""
+    for recipe in ("bf16", ROWSCALED, "fp8_delayed", "nvfp4"):
+        parallel(ep=2)
+        model = moe(recipe)
+        driver.attach([model.module], seed=1).controller.begin_step(1)
+        route_to(model, [0, 1])
+        fired = []
+        for layer in moe_layers(model):
+            for name, weight in layer.experts.named_parameters():
+                weight.register_post_accumulate_grad_hook(lambda w, name=name: fired.append(name))
+        losses(model).sum().backward()
+        assert len(fired) == 4, fired
+        for layer in moe_layers(model):
+            for weight in (layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight):
+                assert torch.isfinite(weight.grad).all()
+                assert (weight.grad.abs().sum() > 0) == (rank() == 0), recipe
+
+
+def check_main_grad_of_experts_without_tokens_is_untouched():
+    parallel(ep=2)
+    model = moe(ROWSCALED)
+    route_to(model, [0, 1])
+    for layer in moe_layers(model):
+        for weight in layer.experts.parameters():
+            weight.main_grad = torch.full(weight.shape, 3.0)
+    losses(model).sum().backward()
+    for layer in moe_layers(model):
+        for weight in layer.experts.parameters():
+            assert weight.grad_added_to_main_grad and torch.isfinite(weight.main_grad).all()
+            assert (weight.main_grad == 3.0).all() == (rank() == 1)
+
+
+def check_delayed_scaling_where_each_rank_feeds_another_expert():
+    """c15: both ranks hold both experts, one has tokens for the first only, the other for the second: one scale."""
+    parallel()
+    experts, control = delayed_experts(num_experts=2)
+    x = bf16(8, H, seed=3) * (rank() + 1)
+    splits = torch.tensor([8, 0] if rank() == 0 else [0, 8])
+    experts(x, splits, torch.ones(8))[0].sum().backward()
+    control.controller.end_step(control.group, control.expert_groups)
+    amax = x.abs().max().float()
+    amaxes = [torch.empty_like(amax) for _ in range(2)]
+    dist.all_gather(amaxes, amax)
+    for runtime, expected in zip(experts.linear_fc1.hq, amaxes):
+        assert runtime.input_rowwise_scale == 448 / expected
+    for name, buffer in experts.named_buffers():
+        both = [torch.empty_like(buffer) for _ in range(2)]
+        dist.all_gather(both, buffer)
+        assert torch.equal(*both), name
+
+
+def check_delayed_scales_are_an_expert_s_own():
+    """Expert-parallel ranks hold other experts: nothing is reduced between them."""
+    parallel(ep=2)
+    experts, control = delayed_experts(num_experts=1, expert_model_parallel_size=2, num_moe_experts=2)
+    assert control.expert_groups == [] and control.group.size() == 2
+    x = bf16(8, H, seed=3) * (rank() + 1)
+    experts(x, torch.tensor([8]), torch.ones(8))[0].sum().backward()
+    control.controller.end_step(control.group, control.expert_groups)
+    assert experts.linear_fc1.hq[0].role.expert == rank()
+    assert experts.linear_fc1.hq[0].input_rowwise_scale == 448 / x.abs().max().float()
+
+
+def delayed_experts(num_experts: int, **changes):
+    """A grouped MLP scaled by history, and its driver in a step."""
+    from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig
+
+    from megatron_hybrid.mcore.recipe_hook import carry
+
+    cfg = config(**{"num_moe_experts": num_experts, "moe_ffn_hidden_size": F, "moe_grouped_gemm": True, **changes})
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    experts = HybridGroupedMLP(num_experts, cfg, pg_collection=groups)
+    carried = carry(Recipe.load("fp8_delayed")).configs["megatron_hybrid"]
+    for name in ("linear_fc1", "linear_fc2"):
+        path = MatchContext(f"decoder.layers.0.mlp.experts.{name}", 0)
+        getattr(experts, name).finish_init(QuantizationConfig(carried, path, "megatron_hybrid"))
+    experts.pg_collection = groups
+    control = driver.attach([experts], seed=1)
+    control.controller.begin_step(1)
+    return experts, control
+
+
+@contextmanager
+def routing_of(model, seen: list):
+    handles = [
+        layer.router.register_forward_hook(lambda module, args, out: seen.append([t.detach().clone() for t in out]))
+        for layer in moe_layers(model)
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def check_routing_and_aux_loss_do_not_see_padding():
+    """c11: with experts in formats that need padded groups, or that need none, routing and auxiliary loss are equal."""
+    parallel(ep=2)
+    found = []
+    for use in ("high_precision", "mxfp8_e4m3", "nvfp4"):
+        rules = [{"match": {"module_type": "grouped_linear"}, "use": use}]
+        recipe = Recipe.from_dict({"version": 1, "name": "t", "defaults": "high_precision", "rules": rules})
+        parallel(ep=2)
+        model = moe(recipe, num_layers=1)
+        get_moe_metrics_tracker().clear()
+        seen: list = []
+        with routing_of(model, seen):
+            losses(model)
+        found.append((*seen[0], get_moe_metrics_tracker().metrics["load_balancing_loss"].values.clone()))
+    assert len(found[0]) == 3 and found[0][2].abs().sum() > 0
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other))
+
+
+def check_grouped_and_sequential_experts_agree():
+    """The same weights give the same bits in either implementation, whatever the recipe: losses and gradients."""
+    for recipe in (ROWSCALED, "mxfp8_fprop_nvfp4_bwd", "fp8_rowwise"):
+        results = []
+        weights = None
+        for grouped in (True, False):
+            parallel(ep=2)
+            model = moe(recipe, grouped=grouped, num_layers=1)
+            driver.attach([model.module], seed=1).controller.begin_step(1)
+            experts = moe_layers(model)[0].experts
+            if grouped:
+                weights = [experts.linear_fc1.weight, experts.linear_fc2.weight]
+                state = {n: p for n, p in model.named_parameters() if ".experts." not in n}
+            else:
+                with torch.no_grad():
+                    for name, value in model.named_parameters():
+                        if ".experts." not in name:
+                            value.copy_(state[name])
+                    for expert, fc1, fc2 in zip(experts.local_experts, *weights):
+                        expert.linear_fc1.weight.copy_(fc1)
+                        expert.linear_fc2.weight.copy_(fc2)
+            loss = losses(model)
+            loss.sum().backward()
+            grads = [weights[0].grad, weights[1].grad] if grouped else [
+                torch.stack([getattr(e, name).weight.grad for e in experts.local_experts])
+                for name in ("linear_fc1", "linear_fc2")
+            ]  # fmt: skip
+            results.append([loss, *grads])
+        assert all(torch.equal(a, b) for a, b in zip(*results)), recipe
+
+
+def check_names_and_roles_of_experts():
+    """Both implementations have the roles that the configuration says, on each rank for its own experts."""
+    for grouped in (True, False):
+        parallel(ep=2)
+        model = moe("mxfp8", grouped=grouped, moe_shared_expert_intermediate_size=F, moe_layer_freq=[0, 1])
+        roles = [runtime.role for runtime in driver.attach([model.module], seed=1).controller.runtimes]
+        listed = enumerate_modules(model.module.config)
+        assert set(roles) <= set(listed)
+        mine = {role for role in listed if role.module_type != "dpa" and not role.lm_head}
+        mine = {role for role in mine if role.expert is None or role.expert // 2 == rank()}
+        assert set(roles) == mine
+        plans = plan_model(Recipe.load("mxfp8"), model.module.config, "cpu")
+        assert "decoder.layers.1.mlp.experts.linear_fc1 experts 0:4" in plans
+        assert "decoder.layers.1.mlp.shared_experts.linear_fc2" in plans and "decoder.layers.0.mlp.linear_fc1" in plans

@@ -1,0 +1,160 @@
+"""Mixtures of experts through Megatron's pretrain(): layouts, dispatchers, both implementations, checkpoints.
+
+All runs are forks of one launch of four CPU ranks.
+"""
+
+from __future__ import annotations
+
+import pytest
+from mcore_cases import ITERATIONS, MOCK, MODEL, SCRIPT, TP2, Case, metrics, run_cases
+
+pytestmark = pytest.mark.dist
+
+RECIPE = "nvfp4_rowscaled_fprop_mxfp8_bwd"
+MIDDLE = ITERATIONS // 2
+LONG = 50
+MOE = [*MODEL, *"--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2".split()]
+GROUPED = ["--moe-grouped-gemm"]
+ALL_TO_ALL = ["--moe-token-dispatcher-type", "alltoall"]
+EP2 = ["--expert-model-parallel-size", "2"]
+MIXED_EXPERTS = """version: 1
+name: mixed_experts
+defaults: mxfp8_e4m3
+rules:
+  - match: {experts: "1:3"}
+    use: {fprop: fp8_rowwise_e4m3, dgrad: "fp8_delayed_e4m3:history=3"}
+  - match: {name: "*.shared_experts.*"}
+    use: high_precision
+"""
+
+
+def run(name: str, *flags: str, ranks: int = 2, recipe: str = RECIPE, experts=(*GROUPED, *ALL_TO_ALL)) -> Case:
+    files = ["--hq-metrics-file", f"{{folder}}/{name}.metrics", "--hq-recipe", recipe]
+    return Case(name, [SCRIPT, *MOE, *MOCK, *experts, *files, *flags], ranks)
+
+
+def from_ep2(*flags: str) -> tuple[str, ...]:
+    return ("--load", "{folder}/ep2", "--ckpt-step", str(MIDDLE), FULLY, *flags)
+
+
+SEQUENTIAL = ALL_TO_ALL
+FULLY = "--dist-ckpt-optim-fully-reshardable"  # other layouts can only load the optimizer's state in this form
+SAVED = ("--save-interval", str(MIDDLE))
+SHARED = (*EP2, "--moe-shared-expert-intermediate-size", "96", "--moe-layer-freq", "[0,1]")
+CASES = [
+    run("long_bf16", "--train-iters", str(LONG), ranks=1, recipe="bf16"),
+    run("long", "--train-iters", str(LONG), "--save", "{folder}/long", "--save-interval", str(LONG // 2), ranks=1),
+    run("long_resumed", "--train-iters", str(LONG), "--load", "{folder}/long", "--ckpt-step", str(LONG // 2), ranks=1),
+    run("ep2", *EP2, "--save", "{folder}/ep2", *SAVED, FULLY),
+    run("ep2_resumed", *EP2, *from_ep2()),
+    run("ep2_gathered", *EP2, experts=GROUPED),
+    run("ep2_sequential", *EP2, *from_ep2(), "--save", "{folder}/ep2_sequential", "--save-interval", "1",
+        experts=SEQUENTIAL),
+    run("ep2_grouped_again", *EP2, "--load", "{folder}/ep2_sequential", "--ckpt-step", str(MIDDLE + 1), FULLY),
+    run("ep1", *from_ep2(), "--save", "{folder}/ep1", "--save-interval", "1"),
+    run("ep2_again", *EP2, "--load", "{folder}/ep1", "--ckpt-step", str(MIDDLE + 1), FULLY),
+    run("ep4", "--expert-model-parallel-size", "4", "--micro-batch-size", "2", *from_ep2(), ranks=4),
+    run("etp2", *TP2, "--expert-tensor-parallel-size", "2", *from_ep2()),
+    run("tp2_ep2", *TP2, "--expert-tensor-parallel-size", "1", *EP2, *from_ep2()),
+    run("shared", *SHARED, "--save", "{folder}/shared", *SAVED, recipe="{folder}/mixed.yaml"),
+    run("shared_resumed", *SHARED, "--load", "{folder}/shared", "--ckpt-step", str(MIDDLE),
+        recipe="{folder}/mixed.yaml"),
+    run("delayed", *EP2, "--save", "{folder}/delayed", *SAVED, FULLY, recipe="fp8_delayed", experts=SEQUENTIAL),
+    run("delayed_grouped", *EP2, "--load", "{folder}/delayed", "--ckpt-step", str(MIDDLE), FULLY, recipe="fp8_delayed"),
+    run("dropped", *EP2, "--moe-expert-capacity-factor", "1.0"),
+    run("padded", *EP2, "--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
+    run("recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe"),
+    run("act_recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+    run("top1", *EP2, "--moe-router-topk", "1", "--moe-router-pre-softmax"),
+    run("explain", *EP2, "--moe-shared-expert-intermediate-size", "96", "--hq-explain", recipe="{folder}/mixed.yaml"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("moe")
+    (folder / "mixed.yaml").write_text(MIXED_EXPERTS)
+    return folder, run_cases(CASES, folder, timeout=600, ranks=4)
+
+
+def numbers(runs, name: str) -> dict[int, dict]:
+    return metrics(runs[0] / f"{name}.metrics")
+
+
+def same(found: dict[int, dict], expected: dict[int, dict]) -> None:
+    assert found
+    for iteration, entry in found.items():
+        for key in entry.keys() - {"ms"}:
+            assert entry[key] == expected[iteration][key], (iteration, key)
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_runs_to_the_end(runs, name):
+    case = runs[1][name]
+    assert case.exit == [0] * case.ranks, case.output[0][-3000:]
+
+
+@pytest.mark.parametrize("name", ["long_bf16", "long"])
+def test_fifty_steps_are_finite_and_fall(runs, name):
+    found = numbers(runs, name)
+    assert sorted(found) == list(range(1, LONG + 1))
+    assert all(0 < entry["loss"] < 6 and 0 < entry["grad_norm"] < 100 for entry in found.values())
+    assert found[LONG]["loss"] < 0.5 * found[1]["loss"]
+
+
+@pytest.mark.parametrize(
+    "name, original",
+    [
+        *((f"{name}_resumed", name) for name in ("long", "ep2", "shared")),
+        # neither dispatchers nor recomputation change a bit, nor does padding to capacity
+        *((name, "ep2") for name in ("ep2_gathered", "recomputed", "act_recomputed")),
+        ("padded", "dropped"),
+    ],
+)
+def test_is_the_same_bit_for_bit(runs, name, original):
+    same(numbers(runs, name), numbers(runs, original))
+
+
+@pytest.mark.parametrize(
+    "name, original",
+    [
+        # the other implementation, and other expert-parallel layouts, with the optimizer's state taken over
+        *((name, "ep2") for name in ("ep2_sequential", "ep2_grouped_again", "ep1", "ep2_again")),
+        ("delayed_grouped", "delayed"),
+    ],
+)
+def test_differs_only_in_the_order_of_the_gradient_norm_s_sum(runs, name, original):
+    found, expected = numbers(runs, name), numbers(runs, original)
+    assert ITERATIONS in found
+    for iteration, entry in found.items():
+        for key in entry.keys() & {"loss", "grad_norm", "valid_loss"}:
+            assert entry[key] == pytest.approx(expected[iteration][key], rel=1e-6), (iteration, key)
+
+
+@pytest.mark.parametrize("name", ["ep4", "etp2", "tp2_ep2"])
+def test_other_layouts_go_on_from_the_checkpoint(runs, name):
+    """Sums come in another order: other microbatches, other parts of the attention."""
+    found, expected = numbers(runs, name), numbers(runs, "ep2")
+    assert sorted(found) == [3, 4]
+    for iteration in found:
+        assert found[iteration]["loss"] == pytest.approx(expected[iteration]["loss"], rel=5e-3)
+    assert found[3]["grad_norm"] == pytest.approx(expected[3]["grad_norm"], rel=5e-2)
+
+
+@pytest.mark.parametrize("name", ["shared", "delayed", "dropped", "padded", "top1"])
+def test_learns(runs, name):
+    found = numbers(runs, name)
+    assert 0 < found[ITERATIONS]["loss"] < found[1]["loss"] < 6
+
+
+def test_recipes_differ(runs):
+    names = ("ep2", "dropped", "top1", "shared", "delayed")
+    assert len({numbers(runs, name)[ITERATIONS]["loss"] for name in names}) == len(names)
+
+
+def test_explain_has_a_row_for_experts_with_the_same_plan(runs):
+    first = runs[1]["explain"].output[0]
+    for experts, fmt in (("0:1", "mxfp8_e4m3"), ("1:3", "fp8_rowwise_e4m3"), ("3:4", "mxfp8_e4m3")):
+        row = next(r for r in first.splitlines() if r.startswith(f"decoder.layers.1.mlp.experts.linear_fc2 experts {experts} "))
+        assert "fprop" in row and row.count(fmt) == 2
+    assert "decoder.layers.0.mlp.shared_experts.linear_fc1" in first and "decoder.layers.0.mlp.linear_fc1" not in first
