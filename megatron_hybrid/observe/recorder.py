@@ -190,12 +190,21 @@ def derived(values: dict[str, float]) -> dict:
 
     snr_db is None too where the payload is exact; then `cosine` is 1.
     """
-    signal, noise = values["signal"], values["noise"]
-    norms = math.sqrt(signal * values["decoded"]) if signal * values["decoded"] > 0 else math.nan
+    signal, noise, gain = values["signal"], values["noise"], values["gain"]
     out = {name: values[name] for name in FIELDS[:7]}
     out["snr_db"] = 10 * math.log10(signal / noise) if signal > 0 and noise > 0 else math.nan
-    out["cosine"] = 1.0 if noise == 0 else min(values["dot"] / norms, 1.0)
+    out["cosine"] = 1.0 - _one_minus_cosine(signal, signal - gain, noise, gain)
     return {name: value if math.isfinite(value) else None for name, value in out.items()}
+
+
+def _one_minus_cosine(signal: float, decoded: float, noise: float, gain: float) -> float:
+    """From |x|^2, |q|^2, |x - q|^2 and |x|^2 - |q|^2, without the cancellation of 1 - x.q / (|x| |q|)."""
+    if noise == 0:
+        return 0.0
+    if not (signal > 0 and decoded > 0):
+        return math.nan
+    x, q = math.sqrt(signal), math.sqrt(decoded)
+    return max(noise - (gain / (x + q)) ** 2, 0.0) / (2 * x * q)
 
 
 def _to_host(measured: list[Measured]) -> tuple[list, list]:

@@ -12,11 +12,11 @@ from ..storage import QuantizedStorage
 
 # floats of one measurement, in the order of the tensor that `measure` returns
 FIELDS = (
-    "amax", "scale_min", "scale_max", "zeros", "underflow", "saturation", "nonfinite", "signal", "noise", "dot",
-    "decoded", "count",
+    "amax", "scale_min", "scale_max", "zeros", "underflow", "saturation", "nonfinite", "signal", "noise", "gain",
 )  # fmt: skip
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -150, 128  # of float32 decode scales: power-of-two floor
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
+_PART = 2**24  # elements summed in FP32
 _BLOCK = 16  # of the Hadamard transform
 _SCALE_OF_ZEROS = 2.0**-127  # the smallest an E8M0 byte can say, which a block of zeros has; E4M3 says 0
 _TORCH_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -31,15 +31,15 @@ class Measured(NamedTuple):
 
 
 @torch.no_grad()
-def measure(s: QuantizedStorage, x: torch.Tensor | None) -> Measured:
-    """Compare a payload with the tensor (M, K) that it was cast from; None where that is not there any more.
+def measure(s: QuantizedStorage, x: torch.Tensor) -> Measured:
+    """Compare a payload with the tensor (M, K) that it was cast from.
 
-    With a Hadamard transform both are compared in the transformed domain, where the codes are.
+    signal is |x|^2, noise |x - q|^2 and gain |x|^2 - |q|^2, of which derived numbers keep their digits. With a Hadamard transform both are compared in the transformed domain, where the codes are.
     """
     decoded = s.decode(torch.empty(s.shape, dtype=torch.float32, device=s.device), inverse_rht=False)
     scale = s.scale_inv()
-    numbers = {"count": float(decoded.numel()), "zeros": _share(decoded == 0), **_range(scale)}
-    if x is not None:
+    numbers = _range(scale)
+    if x.numel():
         reference = hadamard(x.float(), s.direction) if s.format.rht else x.float()
         numbers |= _compare(reference, decoded, s)
     values = [_scalar(numbers.get(name, float("nan")), s.device) for name in FIELDS]
@@ -56,29 +56,27 @@ def _range(scale: torch.Tensor) -> dict:
 
 
 def _compare(reference: torch.Tensor, decoded: torch.Tensor, s: QuantizedStorage) -> dict:
-    if reference.numel() == 0:
-        return {}
-    error = reference - decoded
+    count, magnitude, zero = reference.numel(), reference.abs(), decoded == 0
     largest = (s.codes() & (2 ** (s.format.bits - 1) - 1)) == largest_code(s.format.element)
-    clipped = largest & (reference.abs() > decoded.abs())
+    shares = {
+        "zeros": zero,
+        "underflow": zero & (reference != 0),
+        "saturation": largest & (magnitude > decoded.abs()),
+        "nonfinite": ~(magnitude <= torch.finfo(torch.float32).max),
+    }
+    error = reference - decoded
     return {
-        "amax": reference.abs().max(),
-        "underflow": _share((decoded == 0) & (reference != 0)),
-        "saturation": _share(clipped),
-        "nonfinite": _share(~torch.isfinite(reference)),
-        "signal": _sum_of_products(reference, reference),
-        "noise": _sum_of_products(error, error),
-        "dot": _sum_of_products(reference, decoded),
-        "decoded": _sum_of_products(decoded, decoded),
+        "amax": magnitude.max(),
+        "signal": _dot(reference, reference),
+        "noise": _dot(error, error),
+        "gain": _dot(error, decoded.add_(reference)),
+        **{name: torch.count_nonzero(mask).double() / count for name, mask in shares.items()},
     }
 
 
-def _share(mask: torch.Tensor):
-    return mask.mean(dtype=torch.float32) if mask.numel() else 0.0
-
-
-def _sum_of_products(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    return (a * b).sum(dtype=torch.float64)
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Sum of products in FP32, a pass over memory; of parts that BLAS's 32-bit sizes hold."""
+    return sum(torch.dot(x, y).double() for x, y in zip(a.reshape(-1).split(_PART), b.reshape(-1).split(_PART), strict=True))
 
 
 def _scalar(value, device) -> torch.Tensor:

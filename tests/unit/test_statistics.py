@@ -41,7 +41,7 @@ def test_numbers_are_those_of_float64_arithmetic(name, direction):
     values, counts = measured(s, x)
     ref = (hadamard(x.float(), direction) if fmt.rht else x.float()).double()
     dec = s.decode(torch.empty(x.shape), inverse_rht=False).double()
-    assert values["amax"] == ref.abs().max().item() and values["count"] == x.numel()
+    assert values["amax"] == ref.abs().max().item()
     assert values["zeros"] == pytest.approx((dec == 0).double().mean().item(), rel=1e-6)
     assert values["underflow"] == pytest.approx(((dec == 0) & (ref != 0)).double().mean().item(), rel=1e-6)
     largest = (s.codes() & (0x7F if fmt.bits == 8 else 7)) == largest_code(fmt.element)
@@ -51,7 +51,7 @@ def test_numbers_are_those_of_float64_arithmetic(name, direction):
     noise = (ref - dec).square().sum()
     assert out["snr_db"] == pytest.approx(10 * math.log10(ref.square().sum() / noise), abs=1e-3)
     cosine = (ref * dec).sum() / (ref.norm() * dec.norm())
-    assert out["cosine"] == pytest.approx(cosine.item(), abs=1e-6)
+    assert 1 - out["cosine"] == pytest.approx(1 - cosine.item(), rel=1e-3)
     scale = s.scale_inv()
     assert sum(counts.values()) == scale.numel()
     assert values["scale_max"] == scale.max().item() and values["scale_min"] > 0
