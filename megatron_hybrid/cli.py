@@ -10,6 +10,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": "check the installation: kernels, devices, gemm backends, Megatron, its patches, Apex",
     "explain": "what every gemm of a model would run, and the bytes it keeps and gathers; nothing is trained",
+    "report": "an HTML page about runs: losses, signal-to-noise ratios, outliers, time, recipes",
     "recipes": "list the shipped recipes, a line each",
 }
 EXIT_MISTAKE = 2

@@ -8,6 +8,7 @@ import torch
 
 from ..gemm import GEMMS
 from ..model_shape import ModelShape
+from ..observe import run_record
 from ..plan import GemmPlan, PlanError
 from ..recipe import Recipe
 from ..recipe_callable import load_recipe
@@ -52,13 +53,22 @@ def after_validation(args, recipe: Recipe) -> None:
     if args.hq_strict:
         for plans in at_step.values():
             check_strict(plans, gathers=config.sequence_parallel)
-    for line in (*summary(recipe, at_step), *checkpoint.check_resume(args, recipe, switch=args.hq_switch_recipe)):
+    lines = summary(recipe, at_step)
+    for line in (*lines, *checkpoint.check_resume(args, recipe, switch=args.hq_switch_recipe)):
         _say(args, line)
+    _write_record(args, recipe, lines, device)
     checkpoint.record(args, recipe)
     recipes.register(args.hq_recipe, spec)
     args.spec = [validation.RECIPES_MODULE, args.hq_recipe]
     if args.hq_metrics_file:
         metrics.install(args.hq_metrics_file)
+
+
+def _write_record(args, recipe: Recipe, lines: list[str], device) -> None:
+    """What this run is, beside its numbers; by the last rank, which writes those too."""
+    path = args.hq_metrics_file or (validation.statistics_path(args) if args.hq_stats_interval else None)
+    if path is not None and args.rank == args.world_size - 1:
+        run_record.write(path, recipe, lines, vars(args), device)
 
 
 def _say(args, text) -> None:

@@ -1,12 +1,18 @@
-"""Loss curves as a picture."""
+"""Pictures of runs: losses, signal-to-noise by layer and operand, where an iteration's time goes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import numpy as np
+
+from .runs import SLOTS, Cell
 from .training_log import TrainingLog
+
+_LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+_LOW_DB, _HIGH_DB = 5.0, 40.0  # from useless to FP8's best
 
 # Two hues that stay apart in grey and for the colour-blind; more runs go on to matplotlib's own.
 _COLOURS = ("#1f6fb4", "#d1661c", "#2e8b57", "#7a4fa3")
@@ -73,6 +79,84 @@ def _limits(runs: Mapping[str, TrainingLog], levels: Mapping[str, float]) -> tup
     bottom, top = min(low), max(high + low[:1])
     margin = 0.06 * max(top - bottom, 1e-3)
     return bottom - margin, top + 2 * margin
+
+
+def plot_snr(cells: Iterable[Cell], path: str | Path, *, title: str = "") -> None:
+    """SNR of every cast, a row for each linear's operand and a column for each layer; grey where nothing was cast."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows, columns, grid = snr_grid(cells)
+    size = (3.2 + 0.46 * max(len(columns), 6), 1.6 + 0.27 * len(rows))
+    figure, axes = plt.subplots(figsize=size, dpi=140, layout="constrained")
+    try:
+        colours = plt.get_cmap("viridis").with_extremes(bad="0.88")
+        image = axes.imshow(grid, cmap=colours, vmin=_LOW_DB, vmax=_HIGH_DB, aspect="auto")
+        for (y, x), value in ((at, grid[at]) for at in np.ndindex(grid.shape) if np.isfinite(grid[at])):
+            dark = value < (_LOW_DB + _HIGH_DB) / 2
+            axes.text(x, y, f"{value:.0f}", ha="center", va="center", fontsize=7, color="white" if dark else "black")
+        axes.set_xticks(range(len(columns)), columns, fontsize=8)
+        axes.set_yticks(range(len(rows)), rows, fontsize=8)
+        axes.set_xlabel("layer")
+        axes.set_title(title, fontsize=10)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        figure.colorbar(image, ax=axes, label="SNR (dB)", shrink=0.8, extend="both")
+        _save(figure, Path(path))
+    finally:
+        plt.close(figure)
+
+
+def snr_grid(cells: Iterable[Cell]) -> tuple[list[str], list[str], np.ndarray]:
+    """Rows ``linear_fc1 dgrad weight nvfp4``, columns layers, values in dB (NaN where there is none; of several modules
+    in one place, experts say, the lowest)."""
+    cells = sorted((cell for cell in cells if cell.snr_db is not None), key=_place)
+    places = {cell: (_row_name(cell), "-" if cell.layer is None else str(cell.layer)) for cell in cells}
+    rows = list(dict.fromkeys(row for row, _ in places.values()))
+    columns = sorted({column for _, column in places.values()}, key=lambda c: (not c.isdigit(), int(c) if c.isdigit() else 0))
+    grid = np.full((len(rows), len(columns)), np.nan)
+    for cell, (row, column) in places.items():
+        at = rows.index(row), columns.index(column)
+        grid[at] = np.fmin(grid[at], cell.snr_db)
+    return rows, columns, grid
+
+
+def _place(cell: Cell) -> tuple:
+    """Linears in a layer's order, then the six slots."""
+    leaf = cell.leaf.partition(",")[0]
+    return _LINEARS.index(leaf) if leaf in _LINEARS else len(_LINEARS), leaf, SLOTS.index((cell.gemm, cell.operand))
+
+
+def _row_name(cell: Cell) -> str:
+    return f"{cell.leaf.partition(',')[0]}  {cell.gemm} {cell.operand}  {cell.format}"
+
+
+def plot_times(times: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
+    """A bar a run of milliseconds an iteration, split by what they were spent on."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8.0, 1.2 + 0.5 * len(times)), dpi=140, layout="constrained")
+    try:
+        parts = list(dict.fromkeys(part for split in times.values() for part in split))
+        colours = plt.get_cmap("tab10")
+        left = dict.fromkeys(times, 0.0)
+        for index, part in enumerate(parts):
+            widths = [times[run].get(part, 0.0) for run in times]
+            axes.barh(list(times), widths, left=list(left.values()), label=part, height=0.6,
+                      color="0.8" if part == "other" else colours(index % 10))  # fmt: skip
+            left = {run: left[run] + width for run, width in zip(times, widths)}
+        axes.invert_yaxis()
+        axes.set_xlabel("ms an iteration (slowest rank)")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(fontsize=8, ncols=6, loc="lower left", bbox_to_anchor=(0, 1.02), frameon=False)
+        _save(figure, Path(path))
+    finally:
+        plt.close(figure)
 
 
 def _save(figure, path: Path) -> None:

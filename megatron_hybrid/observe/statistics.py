@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ class Measured(NamedTuple):
 def measure(s: QuantizedStorage, x: torch.Tensor) -> Measured:
     """Compare a payload with the tensor (M, K) that it was cast from.
 
+    saturation is the share of elements that the largest code stands for although they lie beyond what rounds to it.
     signal is |x|^2, noise |x - q|^2 and gain |x|^2 - |q|^2, of which derived numbers keep their digits. With a Hadamard transform both are compared in the transformed domain, where the codes are.
     """
     decoded = s.decode(torch.empty(s.shape, dtype=torch.float32, device=s.device), inverse_rht=False)
@@ -61,7 +63,7 @@ def _compare(reference: torch.Tensor, decoded: torch.Tensor, s: QuantizedStorage
     shares = {
         "zeros": zero,
         "underflow": zero & (reference != 0),
-        "saturation": largest & (magnitude > decoded.abs()),
+        "saturation": largest & (magnitude > decoded.abs() * _furthest_rounded(s.format.element)),
         "nonfinite": ~(magnitude <= torch.finfo(torch.float32).max),
     }
     error = reference - decoded
@@ -92,6 +94,14 @@ def largest_code(element: str) -> int:
     if dtype is None:  # no Inf or NaN: all bits but the sign
         return 2 ** (ELEMENTS[element].bits - 1) - 1
     return torch.tensor(ELEMENTS[element].max).to(dtype).view(torch.uint8).item()
+
+
+@functools.lru_cache(maxsize=None)
+def _furthest_rounded(element: str) -> float:
+    """What rounds to the largest code at most, as a multiple of it: half a step further. Beyond it lies saturation."""
+    e = ELEMENTS[element]
+    step = 2.0 ** (math.floor(math.log2(e.max)) - (e.significant_bits - 1))
+    return 1 + step / 2 / e.max
 
 
 def exponents(scale: torch.Tensor) -> torch.Tensor:

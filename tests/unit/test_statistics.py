@@ -45,7 +45,9 @@ def test_numbers_are_those_of_float64_arithmetic(name, direction):
     assert values["zeros"] == pytest.approx((dec == 0).double().mean().item(), rel=1e-6)
     assert values["underflow"] == pytest.approx(((dec == 0) & (ref != 0)).double().mean().item(), rel=1e-6)
     largest = (s.codes() & (0x7F if fmt.bits == 8 else 7)) == largest_code(fmt.element)
-    clipped = (largest & (ref.abs() > dec.abs())).double().mean().item()
+    furthest = {"e4m3": 464 / 448, "e5m2": 61440 / 57344, "e2m1": 7 / 6}[fmt.element]
+    clipped = (largest & (ref.abs() > dec.abs() * furthest)).double().mean().item()
+    assert clipped == 0 or fmt.element == "e2m1"  # whose smallest scales have few bits; others follow the tensor
     assert values["saturation"] == pytest.approx(clipped, rel=1e-6)
     out = derived(values)
     noise = (ref - dec).square().sum()
@@ -84,7 +86,7 @@ def test_the_transform_is_the_kernels_own():
 def test_clipping_and_underflow_are_counted():
     fmt = parse_format("fp8_delayed_e4m3:history=4")
     state = DelayedState.new(fmt, "cpu")  # scale 1: everything above 448 is clipped
-    x = torch.tensor([[1.0, 1e-9, 0.0, 1000.0, -449.0, 448.0, 2.0, 3.0]])
+    x = torch.tensor([[1.0, 1e-9, 0.0, 1000.0, -465.0, 463.0, 2.0, 3.0]])
     values, counts = measured(cast(x, fmt, "rowwise", state=state), x)
     assert values["saturation"] == 2 / 8 and values["underflow"] == 1 / 8 and values["zeros"] == 2 / 8
     assert values["amax"] == 1000 and counts == {0: 1}
