@@ -20,6 +20,7 @@ from dataclasses import replace
 import torch
 
 from .consumer import bind_outputs
+from .distributed.amax import start_max
 from .linear import WeightCache
 from .recipe import Recipe
 from .recipe_callable import as_recipe
@@ -123,9 +124,7 @@ def _reduce_amaxes(runtimes: list[LinearRuntime], groups) -> None:
     """The running step's amaxes, max-reduced in one collective a group."""
     histories = [state.history[0] for runtime in runtimes for _, state in runtime.states()]
     for group in groups if histories else ():
-        amaxes = torch.stack(histories)
-        torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
-        torch._foreach_copy_(histories, list(amaxes.unbind()))
+        torch._foreach_copy_(histories, start_max(histories, group)())
 
 
 def prepare(model: torch.nn.Module, recipe=None, seed: int = 0, num_microbatches: int = 1) -> Controller:

@@ -10,13 +10,17 @@ move between ranks is the `Communication`'s; neither is decided here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
+from .gather import start_grad_output, start_input, start_input_column
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
+from .quantizer import as_matrix
+from .scaling import Rng
 from .storage import QuantizedStorage
 from .tensor import HybridTensor, payload
 
@@ -24,22 +28,26 @@ from .tensor import HybridTensor, payload
 class Communication:
     """How a linear's tensors move between ranks. This one does not: a single rank.
 
-    Tensor-parallel layers pass their own (`megatron_hybrid.distributed`).
+    Tensor-parallel layers pass their own (`megatron_hybrid.distributed`); which operand is split how, and which is
+    gathered, is the plan's `sharding`. What starts a transfer returns a function that waits and gives the result.
     """
 
-    keeps_local_input = False  # True: backward gathers the input again instead of keeping the gathered payload
+    rank, size = 0, 1
 
-    def gather_input(self, x: torch.Tensor) -> torch.Tensor:
-        """The full input of the GEMMs from this rank's."""
-        return x
+    def start_max(self, amaxes: list[torch.Tensor]):
+        """Start taking the maximum of each amax over the ranks, in one collective."""
+        return lambda: amaxes
 
     def start_gather(self, x: torch.Tensor):
-        """Start `gather_input`; returns a function that waits and gives the full input."""
-        full = self.gather_input(x)
-        return lambda: full
+        """Start putting the ranks' tensors (m, ...) together along dimension 0."""
+        return lambda: x
+
+    def reduce_output(self, y: torch.Tensor) -> torch.Tensor:
+        """What a rank gives back of its output (M, N)."""
+        return y
 
     def reduce_dgrad(self, dx: torch.Tensor):
-        """Start the reduction of the input gradient; returns a function that waits and gives the result."""
+        """Start the reduction of the input gradient (M, K)."""
         return lambda: dx
 
 
@@ -60,6 +68,10 @@ class WeightCache:
     def __reduce__(self):
         return WeightCache, ()  # a copied or pickled module starts with an empty cache
 
+    def amaxes(self):
+        """(rowwise, columnwise) amaxes of the weight that were reduced over ranks together with others', or None."""
+        return None
+
     def invalidate(self) -> None:
         self._key, self._held, self._recorded = None, [None, None], [False, False]
 
@@ -70,7 +82,8 @@ class WeightCache:
         """
         key = (weight.data_ptr(), weight._version, weight.device)
         if key != self._key:
-            self.invalidate()
+            if self._key is not None:
+                self.invalidate()
             self._key = key
         missing = [w and (h is None or (record and not r)) for w, h, r in zip(wanted, self._held, self._recorded)]
         if any(missing):
@@ -89,9 +102,11 @@ class LinearCall:
     rng: dict | None = None  # operand -> Rng, for stochastic rounding
     state: dict | None = None  # operand -> (rowwise, columnwise) DelayedState
     weight_cache: WeightCache | None = None
+    whole_rng: Rng | None = None  # of the gathered operand, where a rank casts all of it
 
-    def keys(self, operand: str) -> dict:
-        return dict(rng=(self.rng or {}).get(operand), state=(self.state or {}).get(operand))
+    def keys(self, operand: str, whole: bool = False) -> dict:
+        rng = self.whole_rng if whole else (self.rng or {}).get(operand)
+        return dict(rng=rng, state=(self.state or {}).get(operand))
 
     def quantize(self, operand, x, *, rowwise=False, columnwise=False):
         """(rowwise, columnwise) payloads of an operand.
@@ -103,15 +118,65 @@ class LinearCall:
             return held_payloads(self.plan, operand, x, rowwise, columnwise)
 
         def cast(x, *, rowwise, columnwise):
-            return self.plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **self.keys(operand))
+            return self.cast(operand, x, rowwise=rowwise, columnwise=columnwise)
 
         if operand == WEIGHT and self.weight_cache is not None and not torch.compiler.is_compiling():
             record = any(s is not None and s.history is not None for s in (self.state or {}).get(WEIGHT, ()))
             return self.weight_cache.get(x, cast, (rowwise, columnwise), record=record)
         return cast(x, rowwise=rowwise, columnwise=columnwise)
 
-    def columnwise(self, operand, kept):
-        return self.plan.columnwise(operand, kept, **self.keys(operand))
+    def cast(self, operand, x, *, rowwise=False, columnwise=False, whole=False, amax=None):
+        """`quantize` of a plain tensor, no cache.
+
+        whole: x is all of a gathered operand, on every rank. amax: what `start_amaxes` returned, where it was called
+        before.
+        """
+        keys = self.keys(operand, whole)
+        if not whole and operand in self.plan.reduced:
+            pair = self.weight_cache.amaxes() if operand == WEIGHT and self.weight_cache is not None else None
+            if pair is None:
+                pair = (amax or self.start_amaxes(operand, x, rowwise, columnwise))()
+            keys |= dict(amax=pair, reduce_amax=self.reduce_amax(operand))
+        return self.plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **keys)
+
+    def start_amaxes(self, operand, x, rowwise: bool, columnwise: bool):
+        """Start the maximum over ranks of an operand's amaxes that cover other ranks' elements, where there are any.
+
+        Returns a function that waits and gives the (rowwise, columnwise) pair; None for those the cast itself finds.
+        """
+        row, col = self.plan.reduced.get(operand, (False, False))
+        rowwise, columnwise = rowwise and row, columnwise and col
+        if not (rowwise or columnwise):
+            return lambda: (None, None)
+        pair = self.plan.quantizers[operand].outer_amaxes(as_matrix(x), rowwise, columnwise)
+        own = [a for a in pair if a is not None]
+        if not own:
+            return lambda: pair
+        if len(own) == 2 and own[0] is own[1]:
+            own.pop()
+        wait = self.comm.start_max(own)
+
+        def finish():
+            found = iter(wait())
+            first = next(found, None)
+            return tuple(None if a is None else first if a is own[0] else next(found) for a in pair)
+
+        return finish
+
+    def reduce_amax(self, operand):
+        """For a derived column's amax, which nobody knows before the row is cast."""
+        if not self.plan.reduced.get(operand, (False, False))[1]:
+            return None
+        return lambda amax: self.comm.start_max([amax])()[0]
+
+    def columnwise(self, operand, kept, whole=False):
+        """The columnwise payload, from what the plan kept of the operand. whole: see `cast`."""
+        if isinstance(kept, torch.Tensor):
+            return self.cast(operand, kept, columnwise=True, whole=whole)[1]
+        if kept.direction == COLUMNWISE:
+            return kept
+        reduce = None if whole else self.reduce_amax(operand)
+        return self.plan.derive(operand, kept, reduce_amax=reduce, **self.keys(operand, whole))
 
 
 def held_payloads(plan: GemmPlan, operand: str, x: HybridTensor, rowwise: bool, columnwise: bool):
@@ -141,33 +206,39 @@ class HybridLinearFunction(torch.autograd.Function):
     def forward(ctx, x, weight, bias, call: LinearCall):
         needs = ctx.needs_input_grad
         y, x_kept, w_kept = forward(x, weight, bias, call, keep_input=needs[1], keep_weight=needs[0])
-        ctx.call, ctx.weight, ctx.dtype = call, weight, x.dtype
-        ctx.shape = (*y.shape[:-1], x.shape[-1])
+        ctx.call, ctx.weight, ctx.dtype, ctx.shape = call, weight, x.dtype, x.shape
         ctx.unpack = save_for_backward(ctx, x_kept, w_kept)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        call, comm, weight, needs = ctx.call, ctx.call.comm, ctx.weight, ctx.needs_input_grad
+        call, weight, needs = ctx.call, ctx.weight, ctx.needs_input_grad
         x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
-        finish_dx, dw, db = (lambda: None), None, None
-        gathers = needs[1] and comm.keeps_local_input
-        if gathers:  # first on the wire: it runs during dgrad, and leaves the reduction after it to run during wgrad
-            gathered_x = comm.start_gather(x_kept)
-        dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy, rowwise=needs[0], columnwise=needs[1])
+        dx, dw, db = None, None, None
+        wanted = dict(rowwise=needs[0], columnwise=needs[1])
+        amax = call.start_amaxes(GRAD_OUTPUT, dy, *wanted.values())
+        get_x = None
+        if needs[1] and call.plan.gathered == INPUT:
+            # before dgrad, which it overlaps; the reduction of dgrad's result comes after it and overlaps wgrad
+            get_x = start_input_column(call, x_kept)
+        if call.plan.gathered == GRAD_OUTPUT:
+            get_dy_row, get_dy_col = start_grad_output(call, dy, **wanted, amax=amax)
+        else:
+            dy_row, dy_col = call.cast(GRAD_OUTPUT, dy, **wanted, amax=amax)
+            get_dy_row, get_dy_col = (lambda: dy_row), (lambda: dy_col)
         if needs[0]:
-            dx = dgrad(call, dy_row, w_kept, ctx.dtype)
-            finish_dx = comm.reduce_dgrad(dx.view(ctx.shape))
+            finish_dx = call.comm.reduce_dgrad(dgrad(call, get_dy_row(), w_kept, ctx.dtype))
         if needs[1]:
-            if gathers:
-                x_kept = gathered_x()
             main_grad = getattr(weight, "main_grad", None)
-            dw = wgrad(call, dy_col, x_kept, weight.dtype, accumulate_into=main_grad)
+            x_kept = x_kept if get_x is None else get_x()
+            dw = wgrad(call, get_dy_col(), x_kept, weight.dtype, accumulate_into=main_grad)
             dw = dw if main_grad is None else placeholder_gradient(weight)
         if needs[2]:
             db = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
-        return finish_dx(), dw, db, None
+        if needs[0]:
+            dx = finish_dx().view(ctx.shape)
+        return dx, dw, db, None
 
 
 def forward(x, weight, bias, call: LinearCall, *, keep_input: bool, keep_weight: bool):
@@ -176,14 +247,24 @@ def forward(x, weight, bias, call: LinearCall, *, keep_input: bool, keep_weight:
     y is a fresh view at the end: Dynamo loses the gradients of a Function that returns what a `.to` without effect
     returned.
     """
-    comm = call.comm
-    if comm.keeps_local_input and isinstance(x, HybridTensor):
-        raise PlanError(f"{call.plan.label}: an input that is gathered cannot be quantized before")
-    x_full = comm.gather_input(x)
-    y, x_kept, w_kept = fprop(call, x_full, weight, keep_input=keep_input, keep_weight=keep_weight)
-    if comm.keeps_local_input and keep_input:
-        x_kept = x
-    return add_bias(y, bias).view(*x_full.shape[:-1], weight.shape[0]), x_kept, w_kept
+    if call.plan.gathered == INPUT:
+        if isinstance(x, HybridTensor):
+            raise PlanError(f"{call.plan.label}: an input that is gathered cannot be quantized before")
+        get_x, x_kept = start_input(call, x, keep_input)
+        w_row, w_kept = _forward_operand(call, WEIGHT, weight, keep_weight)
+        y = call.plan.run("fprop", get_x(), w_row, x.dtype)
+    else:
+        y, x_kept, w_kept = fprop(call, x, weight, keep_input=keep_input, keep_weight=keep_weight)
+    y = call.comm.reduce_output(add_bias(y, bias))
+    return y.view(*_output_rows(x, y), weight.shape[0]), x_kept, w_kept
+
+
+def _output_rows(x, y) -> tuple[int, ...]:
+    """Leading dimensions of y (M', N): those of x; the first follows M' where rows were gathered or scattered."""
+    rows = x.shape[:-1]
+    if x.dim() < 2 or y.shape[0] == math.prod(rows):
+        return rows
+    return y.shape[0] * rows[0] // math.prod(rows), *rows[1:]
 
 
 def add_bias(y, bias):
@@ -212,8 +293,6 @@ def wgrad(call: LinearCall, dy_col, x_kept, dtype, accumulate_into=None):
 def _forward_operand(call, operand, x, keep: bool):
     """(rowwise payload for fprop, what the plan keeps for backward) of an operand."""
     kept = call.plan.saved[operand] if keep else None
-    if kept is not None and operand == INPUT and call.comm.keeps_local_input:
-        kept = None  # the caller keeps the local shard instead
     if kept == ORIGINAL and isinstance(x, HybridTensor):
         kept = COLUMNWISE  # the original is not there any more, its columnwise payload is
     row, col = call.quantize(operand, x, rowwise=True, columnwise=kept == COLUMNWISE)

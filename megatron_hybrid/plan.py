@@ -15,6 +15,7 @@ from . import gemm as gemms
 from .formats import COLUMNWISE, ROWWISE, nearest
 from .gemm import DIMENSIONS, OPERANDS, DeviceKind, GemmBackend, GemmPair
 from .quantizer import HybridQuantizer, as_matrix
+from .sharding import Sharding, column_gather, covers_other_ranks, cuts_blocks, row_gather
 from .storage import QuantizedStorage, derive_columnwise
 
 INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
@@ -61,7 +62,10 @@ class GemmPlan:
     quantizers  operand -> HybridQuantizer
     saved       operand -> what is kept for backward: ``columnwise`` payload, ``rowwise`` payload (the column is
                 decoded from it in backward) or ``original`` (the high-precision tensor, cast in backward)
+    sharding    how tensor-parallel ranks split the operands; None: one rank
+    reduced     operand -> (rowwise, columnwise): whether its outer amaxes are max-reduced over the ranks before a cast
     calls       counts of GEMMs run, by (gemm, backend name); for tests and reports. Compiled code does not count.
+    gathers     counts of gathers run, by (operand, direction, what travelled: sharding.py's words)
     """
 
     name: str
@@ -71,7 +75,34 @@ class GemmPlan:
     wgrad: GemmStep
     quantizers: dict[str, HybridQuantizer]
     saved: dict[str, str]
+    sharding: Sharding | None = None
+    reduced: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     calls: Counter = field(default_factory=Counter, compare=False)
+    gathers: Counter = field(default_factory=Counter, compare=False)
+
+    @property
+    def gathered(self) -> str | None:
+        """The operand whose rows come together from all ranks before its gemms, or None."""
+        return None if self.sharding is None else self.sharding.gathered
+
+    def gather(self, direction: str, rows: int) -> str:
+        """What travels of the gathered operand's direction, for `rows` rows a rank: sharding.py's words."""
+        quantizer = self.quantizers[self.gathered]
+        if direction == ROWWISE:
+            return row_gather(quantizer, rows)
+        return column_gather(quantizer, rows, row_is_there=self.gathered == GRAD_OUTPUT)
+
+    def cut_shards(self) -> list[str]:
+        """``weight.rowwise nvfp4`` of every direction whose blocks end at shard bounds, not where the whole tensor's do.
+
+        Such codes are those of the shard as a tensor of its own: right, but not the bytes of one rank.
+        """
+        found = []
+        for operand, shard in ({} if self.sharding is None else self.sharding.shards).items():
+            for direction, fmt in zip((ROWWISE, COLUMNWISE), self.quantizers[operand].formats()):
+                if operand != self.gathered and shard.length and cuts_blocks(fmt, direction, shard, shard.length):
+                    found.append(f"{operand}.{direction} {fmt}")
+        return found
 
     def steps(self) -> dict[str, GemmStep]:
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
@@ -96,22 +127,17 @@ class GemmPlan:
         step = self.dgrad if operand == WEIGHT else self.wgrad
         return step.backend.wants_transposed(step.pair)
 
-    def quantize(self, operand: str, x: torch.Tensor, *, rowwise=False, columnwise=False, rng=None, state=None):
-        """(rowwise, columnwise) payloads of `x` (..., K) for the directions asked for."""
+    def quantize(self, operand: str, x: torch.Tensor, *, rowwise=False, columnwise=False, **keys):
+        """(rowwise, columnwise) payloads of `x` (..., K) for the directions asked for. keys: see `HybridQuantizer.cast`."""
         return self.quantizers[operand].cast(
-            as_matrix(x), rowwise=rowwise, columnwise=columnwise, rng=rng, state=state,
-            transposed=self.transposed(operand),
-        )  # fmt: skip
+            as_matrix(x), rowwise=rowwise, columnwise=columnwise, transposed=self.transposed(operand), **keys
+        )
 
-    def columnwise(self, operand: str, kept: QuantizedStorage | torch.Tensor, *, rng=None, state=None):
-        """The columnwise payload, from what `saved` kept of the operand."""
-        if isinstance(kept, torch.Tensor):
-            return self.quantize(operand, kept, columnwise=True, rng=rng, state=state)[1]
-        if kept.direction == COLUMNWISE:
-            return kept
+    def derive(self, operand: str, row: QuantizedStorage, *, rng=None, state=None, reduce_amax=None):
+        """The columnwise payload from a rowwise one."""
         return derive_columnwise(
-            kept, self.quantizers[operand].columnwise, rng=rng, state=None if state is None else state[1],
-            transposed=self.transposed(operand),
+            row, self.quantizers[operand].columnwise, rng=rng, state=None if state is None else state[1],
+            reduce_amax=reduce_amax, transposed=self.transposed(operand),
         )  # fmt: skip
 
     def run(self, gemm: str, a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
@@ -153,14 +179,17 @@ def _saved(operand: str, quantizer: HybridQuantizer, save_input: str) -> str:
     return COLUMNWISE
 
 
-def build_plan(resolved, name: str, device, *, backend: str | None = None, save_input: str = PAYLOAD) -> GemmPlan:
+def build_plan(
+    resolved, name: str, device, *, backend: str | None = None, save_input: str = PAYLOAD,
+    sharding: Sharding | None = None,
+) -> GemmPlan:  # fmt: skip
     """Build and check the plan of one module.
 
     resolved: a recipe's `ModuleQuant` (operand -> formats, accumulate). name: the module's full name, for
     messages. device: a torch device, or a `DeviceKind` to plan for one that is not there. backend: force one by
     name (tests). save_input: ``payload`` keeps the quantized input for backward; ``original`` keeps the tensor and
     casts in backward, for inputs that something else keeps alive anyway. A column derived from the row always
-    comes from the payload, whatever is chosen here.
+    comes from the payload, whatever is chosen here. sharding: how tensor-parallel ranks split the operands.
 
     Raises `PlanError` naming module, gemm, operands, formats and device.
     """
@@ -181,4 +210,15 @@ def build_plan(resolved, name: str, device, *, backend: str | None = None, save_
             operands = " x ".join(describe_operands(pair))
             raise PlanError(f"{module_label(name)}, {gemm}: {operands} on {kind}: {exc}") from None
     saved = {op: _saved(op, quantizers[op], save_input) for op in (INPUT, WEIGHT)}
-    return GemmPlan(name, kind, **steps, quantizers=quantizers, saved=saved)
+    reduced = {} if sharding is None else _reduced(quantizers, sharding)
+    return GemmPlan(name, kind, **steps, quantizers=quantizers, saved=saved, sharding=sharding, reduced=reduced)
+
+
+def _reduced(quantizers: dict[str, HybridQuantizer], sharding: Sharding) -> dict[str, tuple[bool, bool]]:
+    found = {}
+    for operand, shard in sharding.shards.items():
+        row, col = quantizers[operand].formats()
+        both = covers_other_ranks(row, ROWWISE, shard), covers_other_ranks(col, COLUMNWISE, shard)
+        if any(both):
+            found[operand] = both
+    return found

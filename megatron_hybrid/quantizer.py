@@ -69,6 +69,18 @@ class HybridQuantizer:
             return None
         return kernels.amax(x, fmt, direction, torch.empty(shape, dtype=torch.float32, device=x.device))
 
+    def outer_amaxes(self, x: torch.Tensor, rowwise: bool, columnwise: bool):
+        """`amax` of a matrix (M, K) for the directions asked for; one kernel where both are the same number."""
+        row = self._amax(x, self.rowwise, ROWWISE) if rowwise else None
+        if columnwise and row is not None and self._same_amax():
+            return row, row
+        return row, self._amax(x, self.columnwise, COLUMNWISE) if columnwise else None
+
+    def _same_amax(self) -> bool:
+        row, col = self.formats()
+        plain = not (row.rht or col.rht or self.derives_columnwise)
+        return plain and row.family == col.family and row.outer_axis == col.outer_axis == "tensor"
+
     def new_state(self, device="cpu"):
         """(rowwise, columnwise) `DelayedState`, None for a direction that keeps none."""
         from .scaling import DelayedState
@@ -76,11 +88,12 @@ class HybridQuantizer:
         return tuple(DelayedState.new(f, device) if f and f.is_stateful else None for f in self.formats())
 
     def cast(
-        self, x: torch.Tensor, *, rowwise=True, columnwise=True, state=None, amax=None, rng=None, transposed=False
-    ) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:
+        self, x: torch.Tensor, *, rowwise=True, columnwise=True, state=None, amax=None, reduce_amax=None, rng=None,
+        transposed=False,
+    ) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:  # fmt: skip
         """Cast `x` (M, K) to plain payloads of the directions asked for; see `quantize` for the arguments.
 
-        transposed: the columnwise payload is written (K, M), as a GEMM reads it. Everything is checked before
+        reduce_amax: of a derived column's amax, see `storage.cast`. transposed: the columnwise payload is written (K, M), as a GEMM reads it. Everything is checked before
         the first kernel runs.
         """
         rowwise, columnwise = rowwise and self.rowwise is not None, columnwise and self.columnwise is not None
@@ -95,7 +108,7 @@ class HybridQuantizer:
         if columnwise:
             extra = dict(amax=amax[1], state=state[1], rng=rng, transposed=transposed)
             if self.derives_columnwise:
-                col = derive_columnwise(row, self.columnwise, **extra)
+                col = derive_columnwise(row, self.columnwise, reduce_amax=reduce_amax, **extra)
             else:
                 col = cast(x, self.columnwise, COLUMNWISE, **extra)
         return (row if rowwise else None), col

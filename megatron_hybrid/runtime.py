@@ -16,7 +16,8 @@ from .linear import Communication, LinearCall, WeightCache
 from .plan import GRAD_OUTPUT, INPUT, PAYLOAD, WEIGHT, GemmPlan, PlanError, build_plan
 from .recipe import Recipe
 from .roles import ModuleRole, QuantizerRole, tensor_id
-from .scaling import DelayedState, Rng
+from .scaling import DelayedState, Pieces, Rng
+from .sharding import Sharding
 
 OPERANDS = (INPUT, WEIGHT, GRAD_OUTPUT)
 
@@ -68,7 +69,13 @@ class RandomKeys:
         return self._tables[key]
 
     def rng(self, role: ModuleRole, operand: str, device, index_map=None) -> Rng:
-        """The key of one operand in the current microbatch. index_map: (row offset, column offset, global K)."""
+        """The key of one operand in the current microbatch. index_map: (row offset, column offset, global K), `Pieces`
+        of such, or None for a whole tensor."""
+        if isinstance(index_map, Pieces):
+            keys = tuple(self.rng(role, operand, device, piece) for piece in index_map.maps)
+            first = Rng.view(keys[0].values, own_columns=False)
+            first.parts = index_map.dim, keys
+            return first
         row = 0 if operand == WEIGHT else self.microbatch
         return Rng.view(self.table(role, operand, device, index_map)[row], own_columns=index_map is None)
 
@@ -76,22 +83,24 @@ class RandomKeys:
 class LinearRuntime(torch.nn.Module):
     """Owns the plan of one linear on each device it runs on, and what its casts read.
 
-    recipe, role: what the plan is resolved from. backend: force a gemm backend by name (tests). save_input: see
-    `build_plan`. Raises `PlanError` for a plan that cannot run.
+    recipe, role: what the plan is resolved from. backend: force a gemm backend by name (tests). save_input,
+    sharding: see `build_plan`. Raises `PlanError` for a plan that cannot run.
     """
 
     def __init__(
-        self, recipe: Recipe, role: ModuleRole, device, *, backend: str | None = None, save_input: str = PAYLOAD
-    ):
+        self, recipe: Recipe, role: ModuleRole, device, *, backend: str | None = None, save_input: str = PAYLOAD,
+        sharding: Sharding | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.recipe, self.role, self.backend, self.save_input = recipe, role, backend, save_input
+        self.sharding = sharding
         self.step: int | None = None
         self.keys: RandomKeys | None = None
         self.weight_cache: WeightCache | None = None
         self.weight_owner = None  # `weights.WeightOwner` of a weight that lives quantized
         self.observer = None  # an `observe.recorder.Observer` in steps whose casts are measured
         self.nan_check = None  # an `observe.nan_check.NanCheck`
-        self.index_maps: dict[str, tuple[int, int, int]] = {}  # operand -> where a shard lies in the whole, see `Rng`
+        self.index_maps: dict[str, tuple[int, int, int] | Pieces] = {}  # operand -> where a shard lies in the whole
         self._plans: dict[torch.device, GemmPlan] = {}
         self._forward_plan: GemmPlan | None = None  # of the last forward outside backward since the last step's end
         self._superseded: list[tuple[int, dict]] = []  # (when, plans until then) of changes after a forward of this step
@@ -111,7 +120,9 @@ class LinearRuntime(torch.nn.Module):
     def build(self, recipe: Recipe, device, step: int | None) -> GemmPlan:
         """The plan of a recipe at a step. Raises `PlanError`."""
         resolved = recipe.resolve(self.role, step=step)
-        return build_plan(resolved, self.label, device, backend=self.backend, save_input=self.save_input)
+        return build_plan(
+            resolved, self.label, device, backend=self.backend, save_input=self.save_input, sharding=self.sharding
+        )
 
     @property
     def label(self) -> str:
@@ -232,7 +243,7 @@ class LinearRuntime(torch.nn.Module):
         for device, plan in self._plans.items():
             if plan.uses_rng:
                 for operand in OPERANDS:
-                    self.keys.table(self.role, operand, device, self.index_maps.get(operand))
+                    self.keys.rng(self.role, operand, device, self.index_maps.get(operand))
 
     def invalidate(self) -> None:
         """Drop the cached quantized weight."""
@@ -250,29 +261,35 @@ class LinearRuntime(torch.nn.Module):
 
     # ---- a call
 
-    def call(self, device: torch.device, comm: Communication, *, training: bool) -> LinearCall:
+    def call(self, device: torch.device, comm: Communication, *, training: bool, rows: int = 0) -> LinearCall:
         """The arguments of one `hybrid_linear` call. Amaxes are recorded only in training with gradients on.
+
+        rows: how many of the gathered operand this rank has, where there is one.
 
         Raises `PlanError` for stochastic rounding without a controller, and for a recomputation whose forward ran
         with another recipe.
         """
         plan = self.plan_for(device)
         self._check_recompute(device, plan)
-        rng = state = None
+        rng = state = whole = None
         if plan.uses_rng:
             if self.keys is None:
                 raise PlanError(
                     f"{plan.label}: the recipe rounds stochastically; call "
                     "`ctl = mh.prepare(model, recipe, seed=...)` and `ctl.begin_step(i)` first"
                 )
-            rng = {op: self.keys.rng(self.role, op, device, self.index_maps.get(op)) for op in OPERANDS}
+            maps = self.index_maps
+            if plan.gathered is not None:
+                whole = self.keys.rng(self.role, plan.gathered, device, None)
+                maps = {**maps, plan.gathered: _shifted(maps[plan.gathered], comm.rank * rows)}
+            rng = {op: self.keys.rng(self.role, op, device, maps.get(op)) for op in OPERANDS}
         if self._buffers:
             record = training and torch.is_grad_enabled()
             state = {op: tuple(self._state(f"{op}_{d}", record) for d in DIRECTIONS) for op in OPERANDS}
         if not torch.compiler.is_compiling():
             for watcher in (self.observer, self.nan_check):
                 plan = plan if watcher is None else watcher.watch(plan)
-        return LinearCall(plan, comm, rng, state, self.weight_cache)
+        return LinearCall(plan, comm, rng, state, self.weight_cache, whole)
 
     def _check_recompute(self, device: torch.device, plan: GemmPlan) -> None:
         """A forward inside backward is activation recomputation: its plan must be its forward's.
@@ -301,6 +318,10 @@ class LinearRuntime(torch.nn.Module):
             return self._forward_plan or plan
         made = node._sequence_nr()
         return next((plans.get(device, plan) for when, plans in self._superseded if made < when), plan)
+
+
+def _shifted(index_map: tuple[int, int, int], rows: int) -> tuple[int, int, int]:
+    return index_map[0] + rows, *index_map[1:]
 
 
 def _stateful(plan: GemmPlan):

@@ -7,6 +7,7 @@ and never travel as pickled objects.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -68,6 +69,16 @@ def update_states(fmt: Format, states: list[DelayedState], noop: torch.Tensor | 
     torch._foreach_copy_([state.history for state in states], list(rolled.unbind()))
 
 
+class Pieces(NamedTuple):
+    """Where a shard lies that is made of equally long runs of the whole tensor: an index map for each.
+
+    dim: 0 when the runs are rows of (M, K), 1 when they are columns.
+    """
+
+    dim: int
+    maps: tuple[tuple[int, int, int], ...]
+
+
 class Rng:
     """Key of stochastic rounding: what is drawn depends only on these values and an element's global position.
 
@@ -77,6 +88,7 @@ class Rng:
     """
 
     own_columns = True  # the global K may be 0; a host-side hint that saves three small operations a cast
+    parts: tuple[int, tuple[Rng, ...]] | None = None  # (dim, keys) of equally long runs of rows or columns
 
     def __init__(self, seed, tensor_id, step, microbatch, index_map=None, *, num_microbatches=1, device="cpu"):
         row, col, global_k, self.row_ids = 0, 0, 0, None

@@ -150,11 +150,13 @@ def unpack_fp4(packed: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def cast(
-    x, fmt: Format, direction: str, *, dtype=None, amax=None, state=None, rng=None, transposed=False, noop=None
-):
+    x, fmt: Format, direction: str, *, dtype=None, amax=None, reduce_amax=None, state=None, rng=None,
+    transposed=False, noop=None,
+):  # fmt: skip
     """Cast `x` (M, K) to one direction's payload.
 
-    amax: float32 of `fmt.amax_shape` (already reduced over ranks), computed from `x` when None. state: a
+    amax: float32 of `fmt.amax_shape` (already reduced over ranks), computed from `x` when None. reduce_amax: a
+    function of a computed amax that gives the one to use, such as its maximum over ranks. state: a
     `DelayedState`, required by delayed scaling, whose history records this tensor's amax. rng: an `Rng`,
     required by stochastic rounding. noop: int32 device flag; non-zero records nothing and leaves the result
     unwritten. Raises ``ValueError`` when state or rng is missing.
@@ -163,11 +165,13 @@ def cast(
     if not fmt.is_quantized:
         return high_precision_storage(x, fmt, direction, dtype)
     out = QuantizedStorage.empty(fmt, direction, tuple(x.shape), dtype, x.device, transposed=transposed)
-    cast_into(out, x, amax=amax, state=state, rng=rng, noop=noop)
+    cast_into(out, x, amax=amax, reduce_amax=reduce_amax, state=state, rng=rng, noop=noop)
     return out
 
 
-def cast_into(out: QuantizedStorage, x, *, amax=None, state=None, rng=None, noop=None) -> None:
+def cast_into(
+    out: QuantizedStorage, x, *, amax=None, reduce_amax=None, state=None, rng=None, noop=None
+) -> None:
     """Cast `x` into an existing payload, same data pointers. `noop`: int32 device flag, non-zero changes nothing."""
     fmt, direction = out.format, out.direction
     check_call(fmt, direction, state, rng)
@@ -177,12 +181,15 @@ def cast_into(out: QuantizedStorage, x, *, amax=None, state=None, rng=None, noop
         return
     if amax is None and (shape := fmt.amax_shape(*x.shape, direction)) is not None:
         amax = kernels.amax(x, fmt, direction, torch.empty(shape, dtype=torch.float32, device=x.device))
+        amax = amax if reduce_amax is None else reduce_amax(amax)
     outer = None if amax is None else amax.contiguous()
     if fmt.is_stateful:
         state.record(amax, noop)
         outer = state.scale
     elif out.outer_amax is not None:
         out.outer_amax.copy_(amax if noop is None else torch.where(noop.bool(), out.outer_amax, amax))
+    if fmt.sr and rng.parts is not None and _cast_parts(out, x, outer, rng, noop):
+        return
     qdata, scale = out.qdata.contiguous(), out.scale.contiguous()  # pieces are strided: written through a copy
     kernels.quantize(
         x, fmt, direction, qdata=qdata, scale=scale, amax=outer, transposed=out.transposed,
@@ -192,6 +199,21 @@ def cast_into(out: QuantizedStorage, x, *, amax=None, state=None, rng=None, noop
     for buffer, written in ((out.qdata, qdata), (out.scale, scale)):
         if written is not buffer:
             buffer.copy_(written)
+
+
+def _cast_parts(out: QuantizedStorage, x, amax, rng, noop) -> bool:
+    """Cast each of the runs that a shard is made of with its own key; False, and nothing done, where they cut blocks."""
+    from .storage_layout import granularity, narrow  # it builds on this module
+
+    dim, keys = rng.parts
+    length = x.shape[dim] // len(keys)
+    if x.shape[dim] % len(keys) or length % granularity(out, dim):
+        return False
+    for i, key in enumerate(keys):
+        piece, _ = narrow(out, dim, i * length, length)
+        run = amax.narrow(dim, i * length, length) if amax.dim() and amax.shape[dim] > 1 else amax
+        cast_into(piece, x.narrow(dim, i * length, length), amax=run, rng=key, noop=noop)
+    return True
 
 
 def check_call(fmt: Format, direction: str, state, rng) -> None:

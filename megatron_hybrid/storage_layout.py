@@ -68,6 +68,35 @@ def narrow(s: QuantizedStorage, dim: int, start: int, length: int) -> tuple[Quan
     return piece, tuple(n for n, t in piece.buffers().items() if n != "qdata" and t is getattr(s, n))
 
 
+def row_dims(s: QuantizedStorage) -> dict[str, int | None]:
+    """The dimension along which each of a payload's tensors splits with the rows (M); None: it covers all rows."""
+    dims = {"qdata": stored_dim(s, ROWS)}
+    if s.scale is not None:
+        dims["scale"] = None if s.format.block(s.direction)[ROWS] is None else 0
+    if s.outer_amax is not None:
+        dims["outer_amax"] = 0 if s.outer_amax.dim() == 2 and s.direction == ROWWISE else None
+    return dims
+
+
+def join_rows(s: QuantizedStorage, gathered: dict[str, torch.Tensor], parts: int) -> QuantizedStorage:
+    """The payload of `parts` x M rows from one part `s` and its gathered tensors: the parts', one after another.
+
+    Tensors that cover all rows are those of `s`: every part has the same. Parts must end at whole blocks.
+    """
+    M, K = s.shape
+    check_bounds(replace(s, shape=(parts * M, K)), ROWS, 0, M)
+    dims = row_dims(s)
+    joined = {name: _along(t, dims[name], parts) for name, t in gathered.items()}
+    return replace(s, shape=(parts * M, K), **joined)
+
+
+def _along(t: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
+    """`parts` tensors, one after another along dimension 0, joined along dimension `dim` instead: a copy for 1."""
+    if dim == 0:
+        return t
+    return t.view(parts, -1, t.shape[1]).transpose(0, 1).reshape(-1, parts * t.shape[1])
+
+
 def transpose(s: QuantizedStorage) -> QuantizedStorage:
     """The same bytes as the other direction of the transposed matrix: rowwise of x is columnwise of x.T."""
     direction = COLUMNWISE if s.direction == ROWWISE else ROWWISE

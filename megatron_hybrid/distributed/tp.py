@@ -1,6 +1,6 @@
-"""How a column-parallel linear's tensors move between the ranks of a tensor-parallel group.
+"""How a linear's tensors move between the ranks of a tensor-parallel group.
 
-A row-parallel linear needs nothing here: its reduction lies outside its GEMMs.
+What is split how is a `Sharding` (sharding.py), built here for the two kinds of parallel linears; the classes move.
 """
 
 from __future__ import annotations
@@ -9,16 +9,80 @@ import torch
 import torch.distributed as dist
 
 from ..linear import Communication
+from ..plan import GRAD_OUTPUT, INPUT, WEIGHT
+from ..scaling import Pieces
+from ..sharding import COLUMNS, ROWS, Shard, Sharding
+from .amax import start_max
 
 
-class ColumnParallel(Communication):
-    """The input is the same on every rank; the input gradient is the sum over ranks.
+def column_sharding(ranks: int, out_features: int, *, sequence_parallel: bool, pieces: int = 1) -> Sharding:
+    """Of a linear whose weight is split along its rows; out_features: of the whole. pieces: see `Shard`."""
+    length = out_features // ranks
+    shards = {WEIGHT: Shard(ROWS, length, pieces), GRAD_OUTPUT: Shard(COLUMNS, length, pieces)}
+    if sequence_parallel:
+        return Sharding(ranks, {INPUT: Shard(ROWS), **shards}, gathered=INPUT)
+    return Sharding(ranks, shards)
 
-    The sum runs while the weight gradient is computed.
-    """
+
+def row_sharding(ranks: int, in_features: int, *, sequence_parallel: bool) -> Sharding:
+    """Of a linear whose weight is split along its columns; in_features: of the whole."""
+    length = in_features // ranks
+    shards = {INPUT: Shard(COLUMNS, length), WEIGHT: Shard(COLUMNS, length)}
+    if sequence_parallel:
+        return Sharding(ranks, {**shards, GRAD_OUTPUT: Shard(ROWS)}, gathered=GRAD_OUTPUT)
+    return Sharding(ranks, shards)
+
+
+def column_index_maps(rank: int, ranks: int, in_features: int, out_features: int, pieces: int = 1) -> dict:
+    """Where a rank's shards of a `column_sharding` lie in the whole tensors, for `LinearRuntime.index_maps`."""
+    K, N = in_features, out_features
+    starts = [p * N // pieces + rank * (N // ranks // pieces) for p in range(pieces)]
+    rows, columns = tuple((start, 0, K) for start in starts), tuple((0, start, N) for start in starts)
+    if pieces == 1 or ranks == 1:
+        return {INPUT: (0, 0, K), WEIGHT: rows[0], GRAD_OUTPUT: columns[0]}
+    return {INPUT: (0, 0, K), WEIGHT: Pieces(ROWS, rows), GRAD_OUTPUT: Pieces(COLUMNS, columns)}
+
+
+def row_index_maps(rank: int, ranks: int, in_features: int, out_features: int) -> dict:
+    """Where a rank's shards of a `row_sharding` lie in the whole tensors, for `LinearRuntime.index_maps`."""
+    K, N, start = in_features, out_features, rank * (in_features // ranks)
+    return {INPUT: (0, start, K), WEIGHT: (0, start, K), GRAD_OUTPUT: (0, 0, N)}
+
+
+class TensorParallel(Communication):
+    """Shards that stay where they are: only amaxes travel. A row-parallel linear's output is reduced outside of it."""
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+        self.group, self.rank, self.size = group, group.rank(), group.size()
+
+    def start_max(self, amaxes: list[torch.Tensor]):
+        return start_max(amaxes, self.group)
+
+    def start_gather(self, x: torch.Tensor):
+        whole = torch.empty(x.shape[0] * self.size, *x.shape[1:], dtype=x.dtype, device=x.device)
+        work = dist.all_gather_into_tensor(whole, x, group=self.group, async_op=True)
+
+        def finish(_keep_alive=x):
+            work.wait()
+            return whole
+
+        return finish
+
+    def _start_scatter(self, x: torch.Tensor):
+        """Start summing the ranks' tensors and splitting the sum along dimension 0."""
+        x = x.contiguous()
+        own = torch.empty(x.shape[0] // self.size, *x.shape[1:], dtype=x.dtype, device=x.device)
+        work = dist.reduce_scatter_tensor(own, x, group=self.group, async_op=True)
+
+        def finish(_keep_alive=x):
+            work.wait()
+            return own
+
+        return finish
+
+
+class ColumnParallel(TensorParallel):
+    """The input is the same on every rank; the input gradient is the sum over ranks, taken while wgrad runs."""
 
     def reduce_dgrad(self, dx: torch.Tensor):
         work = dist.all_reduce(dx, group=self.group, async_op=True)
@@ -30,38 +94,19 @@ class ColumnParallel(Communication):
         return finish
 
 
-class SequenceParallel(Communication):
-    """The input is split along its first dimension, the sequence; so is the input gradient.
+class ColumnSequenceParallel(TensorParallel):
+    """The input is split along its rows, the sequence, and gathered; so is its gradient, the sum over ranks.
 
-    Backward gathers the input again instead of keeping the gathered copy, as Megatron does: a rank's share is all
-    that stays in memory. Gathers are in high precision.
+    A rank keeps its own rows for backward, as Megatron does, quantized where the plan keeps a payload, and gathers
+    them again: 1/ranks of the memory for a second gather.
     """
 
-    keeps_local_input = True
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-
-    def gather_input(self, x: torch.Tensor) -> torch.Tensor:
-        return self.start_gather(x)()
-
-    def start_gather(self, x: torch.Tensor):
-        x = x.contiguous()
-        full = torch.empty(x.shape[0] * self.group.size(), *x.shape[1:], dtype=x.dtype, device=x.device)
-        work = dist.all_gather_into_tensor(full, x, group=self.group, async_op=True)
-
-        def finish(_keep_alive=x):
-            work.wait()
-            return full
-
-        return finish
-
     def reduce_dgrad(self, dx: torch.Tensor):
-        local = torch.empty(dx.shape[0] // self.group.size(), *dx.shape[1:], dtype=dx.dtype, device=dx.device)
-        work = dist.reduce_scatter_tensor(local, dx, group=self.group, async_op=True)
+        return self._start_scatter(dx)
 
-        def finish(_keep_alive=dx):
-            work.wait()
-            return local
 
-        return finish
+class RowSequenceParallel(TensorParallel):
+    """The output is the sum over ranks, split along its rows; its gradient is gathered."""
+
+    def reduce_output(self, y: torch.Tensor) -> torch.Tensor:
+        return self._start_scatter(y)()

@@ -7,9 +7,11 @@ Megatron-Core calls `attach`, and the four methods itself.
 from __future__ import annotations
 
 from ..control import Controller
+from ..distributed.amax import WeightAmaxes
 from ..patches.training_steps import DRIVER
 from ..runtime import LinearRuntime
 from . import state
+from .layers import HybridParallelLinear
 
 
 class Driver:
@@ -59,8 +61,12 @@ class Driver:
             self.controller.end_step(self.group, self.expert_groups)
 
 
-def attach(chunks: list, *, seed: int) -> Driver | None:
-    """Make the driver of a model's chunks and hang it on each; None for a model without quantized linears."""
+def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver | None:
+    """Make the driver of a model's chunks and hang it on each; None for a model without quantized linears.
+
+    weights_at_once: the weights of a chunk are all there at its first forward of a step, so that tensor-parallel ranks
+    can reduce their amaxes in one collective; False where parameters are gathered layer by layer.
+    """
     runtimes = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LinearRuntime)]
     if not runtimes:
         return None
@@ -68,12 +74,22 @@ def attach(chunks: list, *, seed: int) -> Driver | None:
     controller = Controller(
         runtimes, None, seed & 0xFFFFFFFF, 1, replica=data_parallel.rank(), num_replicas=data_parallel.size()
     )
+    if weights_at_once:
+        for chunk in chunks:
+            pool_weight_amaxes(chunk)
     driver = Driver(
         controller, amax_group if amax_group.size() > 1 else None, [g for g in expert_groups if g.size() > 1]
     )
     for chunk in chunks:
         setattr(chunk, DRIVER, driver)
     return driver
+
+
+def pool_weight_amaxes(chunk) -> None:
+    """Reduce the amaxes of a chunk's weight shards together, a step, instead of each before its cast."""
+    linears = [m for m in chunk.modules() if isinstance(m, HybridParallelLinear) and m.hq.sharding is not None]
+    if linears:
+        WeightAmaxes(linears[0].tp_group, linears)
 
 
 def _groups(chunk):
@@ -100,7 +116,8 @@ def attach_in_run(chunks: list) -> list:
 
     args = run_args()
     if args is not None:
-        driver = attach(chunks, seed=args.seed)
+        gathered_by_layer = args.overlap_param_gather or args.use_megatron_fsdp or args.use_torch_fsdp2
+        driver = attach(chunks, seed=args.seed, weights_at_once=not gathered_by_layer)
         if driver is not None:
             state.note_missing(driver.controller.runtimes, args)
             _record_statistics(driver.controller, args)

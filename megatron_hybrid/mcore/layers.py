@@ -1,7 +1,8 @@
 """Megatron's tensor-parallel linears with our three GEMMs inside.
 
-Only `_forward_impl` is replaced: parameters, initialisation, checkpoints, bias handling and the communication of
-outputs stay Megatron's. The recipe arrives through `finish_init`.
+`_forward_impl` is replaced: parameters, initialisation, checkpoints, bias handling and the communication of outputs
+stay Megatron's, but for a row-parallel linear under sequence parallelism, whose gradient is gathered quantized. The
+recipe arrives through `finish_init`.
 """
 
 from __future__ import annotations
@@ -10,10 +11,22 @@ import torch
 from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from ..distributed.tp import ColumnParallel, SequenceParallel
-from ..linear import LOCAL, WeightCache, hybrid_linear
-from ..plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan, PlanError
+from ..distributed.tp import (
+    ColumnParallel,
+    ColumnSequenceParallel,
+    RowSequenceParallel,
+    TensorParallel,
+    column_index_maps,
+    column_sharding,
+    row_index_maps,
+    row_sharding,
+)
+from ..linear import LOCAL, Communication, WeightCache, hybrid_linear
+from ..plan import GRAD_OUTPUT, GemmPlan, PlanError
+from ..quantizer import as_matrix
 from ..runtime import LinearRuntime
+from ..scaling import Pieces
+from ..sharding import Sharding
 from . import state
 from .modules import linear_role
 from .recipe_hook import carried
@@ -44,12 +57,21 @@ class HybridParallelLinear(WeightWindow):
             quant_config.match_input.module_path, self.hq_layer, self.config.num_layers, expert=self.hq_expert
         )
         device = compute_device() if self.weight is None else self.weight.device
-        self.hq = LinearRuntime(recipe, role, device)
+        sharding = self.sharding() if self.tp_group.size() > 1 and not self.explicit_expert_comm else None
+        self.hq = LinearRuntime(recipe, role, device, sharding=sharding)
         self.hq.weight_cache = WeightCache()
         self.hq.index_maps = self.index_maps()
 
-    def index_maps(self) -> dict[str, tuple[int, int, int]]:
+    def sharding(self) -> Sharding:
+        """How the tensor-parallel ranks split the operands."""
+        raise NotImplementedError
+
+    def index_maps(self) -> dict[str, tuple[int, int, int] | Pieces]:
         """Where this rank's shards lie in the whole tensors, as (row offset, column offset, global K)."""
+        raise NotImplementedError
+
+    def communication(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Communication:
+        """How this call's tensors move; not asked for on a single rank."""
         raise NotImplementedError
 
     @property
@@ -70,12 +92,16 @@ class HybridParallelLinear(WeightWindow):
             what = "--defer-embedding-wgrad-compute" if gtp_remat_size == 1 else "sharded weights (GTP)"
             raise PlanError(f"module {self.hq.role.name}: {what} is not supported by quantized linears")
         comm = LOCAL
-        if sequence_parallel:
-            comm = SequenceParallel(tp_group)
-        elif allreduce_dgrad:
-            comm = ColumnParallel(tp_group)
-        call = self.hq.call(weight.device, comm, training=self.training)
-        return hybrid_linear(input, weight, bias, call)
+        if self.hq.sharding is not None:
+            comm = self.communication(sequence_parallel, allreduce_dgrad)
+        return self._hybrid_linear(input, weight, bias, comm)
+
+    def _hybrid_linear(self, x, weight, bias, comm):
+        gathered, rows = self.plan.gathered, as_matrix(x).shape[0]
+        call = self.hq.call(
+            weight.device, comm, training=self.training, rows=rows // comm.size if gathered == GRAD_OUTPUT else rows
+        )
+        return hybrid_linear(x, weight, bias, call)
 
     def extra_repr(self) -> str:
         if (plan := self.plan) is None:
@@ -93,15 +119,44 @@ class HybridColumnParallelLinear(HybridParallelLinear, ColumnParallelLinear):
         module.__class__ = cls
         module.finish_init(get_quant_config_or_none(path, module.config.quant_recipe))
 
-    def index_maps(self) -> dict[str, tuple[int, int, int]]:
-        """A gated linear's shard holds a part of the gate and a part of the rest; it counts as if it were contiguous."""
-        K, N, offset = self.input_size, self.output_size, self.tp_group.rank() * self.output_size_per_partition
-        return {INPUT: (0, 0, K), WEIGHT: (offset, 0, K), GRAD_OUTPUT: (0, offset, N)}
+    @property
+    def pieces(self) -> int:
+        """Runs of the whole that this rank's rows are made of: a gated linear holds one of the gate, one of the rest."""
+        return getattr(self.weight, "partition_stride", 1)
+
+    def sharding(self) -> Sharding:
+        return column_sharding(
+            self.tp_group.size(), self.output_size, sequence_parallel=self.sequence_parallel, pieces=self.pieces
+        )
+
+    def index_maps(self) -> dict[str, tuple[int, int, int] | Pieces]:
+        group = self.tp_group
+        return column_index_maps(group.rank(), group.size(), self.input_size, self.output_size, self.pieces)
+
+    def communication(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Communication:
+        if sequence_parallel:
+            return ColumnSequenceParallel(self.tp_group)
+        return (ColumnParallel if allreduce_dgrad else TensorParallel)(self.tp_group)
 
 
 class HybridRowParallelLinear(HybridParallelLinear, RowParallelLinear):
     """`y = x @ w.T`, w split along its columns; see `HybridParallelLinear`."""
 
+    def sharding(self) -> Sharding:
+        return row_sharding(self.tp_group.size(), self.input_size, sequence_parallel=self.sequence_parallel)
+
     def index_maps(self) -> dict[str, tuple[int, int, int]]:
-        K, N, offset = self.input_size, self.output_size, self.tp_group.rank() * self.input_size_per_partition
-        return {INPUT: (0, offset, K), WEIGHT: (0, offset, K), GRAD_OUTPUT: (0, 0, N)}
+        return row_index_maps(self.tp_group.rank(), self.tp_group.size(), self.input_size, self.output_size)
+
+    def communication(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Communication:
+        return TensorParallel(self.tp_group)
+
+    def forward(self, input_: torch.Tensor):
+        """(y, bias not yet added or None). Under sequence parallelism the output is scattered, and its gradient
+        gathered, inside our Function: Megatron's own gather is in high precision."""
+        if self.hq.sharding is None or not self.sequence_parallel:
+            return super().forward(input_)
+        y = self._hybrid_linear(input_, self.weight, None, RowSequenceParallel(self.tp_group))
+        if self.skip_bias_add:
+            return y, self.bias
+        return y if self.bias is None else y + self.bias, None

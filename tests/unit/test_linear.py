@@ -8,6 +8,8 @@ import torch
 import megatron_hybrid as mh
 from megatron_hybrid.formats import COLUMNWISE, ROWWISE, parse_format
 from megatron_hybrid.linear import Communication, LinearCall, hybrid_linear
+from megatron_hybrid.plan import INPUT, build_plan
+from megatron_hybrid.sharding import ROWS, Shard, Sharding
 from megatron_hybrid.storage import cast
 
 STATELESS = [
@@ -220,28 +222,33 @@ def test_activation_checkpointing_gives_the_same_gradients():
         assert torch.equal(xr.grad, dx) and torch.equal(layer.weight.grad, dw)
 
 
-class _Halves(Communication):
-    """Two ranks' worth of rows, played by one: gathers by doubling, reduces by halving."""
+class _Twice(Communication):
+    """Two ranks with the same rows, played by one: gathers by doubling, reduces by adding the halves."""
 
-    keeps_local_input = True
+    size = 2
 
-    def gather_input(self, x):
-        return torch.cat((x, 2 * x))
+    def start_gather(self, x):
+        return lambda: torch.cat((x, x))
 
     def reduce_dgrad(self, dx):
         return lambda: dx[: dx.shape[0] // 2] + dx[dx.shape[0] // 2 :]
 
 
-def test_communication_sees_local_input_and_full_gradient():
-    x, _ = tensors(8, 96, 40, seed=14)
+@pytest.mark.parametrize("rows,column", [(8, "high precision"), (32, "payload")])
+def test_communication_sees_local_input_and_full_gradient(rows, column):
+    x, _ = tensors(rows, 96, 40, seed=14)
     layer = mh.HybridLinear(96, 40, False, recipe="mxfp8", dtype=torch.bfloat16)
+    sharding = Sharding(2, {INPUT: Shard(ROWS)}, gathered=INPUT)
+    plan = build_plan(layer.hq.recipe.resolve(layer.hq.role), "t", "cpu", sharding=sharding)
     xr = x.clone().requires_grad_()
-    y = hybrid_linear(xr, layer.weight, None, LinearCall(layer.plan, _Halves()))
-    assert y.shape == (16, 40)
-    dy = torch.randn(16, 40).bfloat16()
+    y = hybrid_linear(xr, layer.weight, None, LinearCall(plan, _Twice()))
+    assert y.shape == (2 * rows, 40)
+    dy = torch.randn(2 * rows, 40).bfloat16()
     y.backward(dy)
     assert xr.grad.shape == x.shape
-    full = torch.cat((x, 2 * x)).requires_grad_()
+    assert plan.gathers == {(INPUT, "rowwise", "payload"): 1, (INPUT, "columnwise", column): 1}
+    full = torch.cat((x, x)).requires_grad_()
     dw, layer.weight.grad = layer.weight.grad, None
+    assert torch.equal(layer(full), y)
     layer(full).backward(dy)
     assert torch.equal(dw, layer.weight.grad)

@@ -1,0 +1,85 @@
+"""The maximum of amaxes over ranks, exactly as one rank would find it: NaN wins, as it does in the kernels.
+
+Amaxes are not negative, so their bits order as integers, with Inf and then NaN on top. A maximum of floats would lose
+a NaN on one rank or not, as the backend and the order of ranks have it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from ..linear import WeightCache
+from ..tensor import HybridTensor
+
+
+def start_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup):
+    """Start the maximum of float32 amaxes of any shapes over the ranks of a group, in one collective.
+
+    Returns a function that waits and gives them in their shapes.
+    """
+    flat = amaxes[0].reshape(-1).clone() if len(amaxes) == 1 else torch.cat([a.reshape(-1) for a in amaxes])
+    work = dist.all_reduce(flat.view(torch.int32), op=dist.ReduceOp.MAX, group=group, async_op=True)
+
+    def finish() -> list[torch.Tensor]:
+        work.wait()
+        return [part.view(a.shape) for part, a in zip(flat.split([a.numel() for a in amaxes]), amaxes)]
+
+    return finish
+
+
+class WeightAmaxes:
+    """Amaxes of the weights of one model chunk, reduced over its tensor-parallel group in one collective.
+
+    They are found at the first request after an `invalidate`, for all weights at once, so every rank must ask at the
+    same point, and all weights must be there: not with gathers of parameters that run layer by layer.
+
+    linears: modules with a `weight` and a `LinearRuntime` ``hq``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, linears: list):
+        self.group, self.linears, self._found = group, linears, None
+        for linear in linears:
+            linear.hq.weight_cache = PooledWeightCache(self, linear.hq)
+
+    def invalidate(self) -> None:
+        self._found = None
+
+    def pair(self, runtime):
+        """(rowwise, columnwise) reduced amaxes of a linear's weight, None for those its cast finds itself; or None for
+        a linear that is not one of these."""
+        if self._found is None:
+            self._found = self._reduce()
+        return self._found.get(runtime)
+
+    def _reduce(self) -> dict:
+        pairs = {}
+        for linear in self.linears:
+            weight = linear.weight
+            if weight is None or isinstance(weight, HybridTensor):
+                continue
+            plan = linear.hq.plan_for(weight.device)
+            if wanted := plan.reduced.get("weight"):
+                pairs[linear.hq] = plan.quantizers["weight"].outer_amaxes(weight.detach(), *wanted)
+        distinct = {id(a): a for pair in pairs.values() for a in pair if a is not None}
+        if distinct:
+            distinct = dict(zip(distinct, start_max(list(distinct.values()), self.group)()))
+        return {hq: tuple(None if a is None else distinct[id(a)] for a in pair) for hq, pair in pairs.items()}
+
+
+class PooledWeightCache(WeightCache):
+    """A weight cache whose end of a window ends that of the amaxes too."""
+
+    def __init__(self, pool: WeightAmaxes, runtime):
+        self.pool, self.runtime = pool, runtime
+        super().__init__()
+
+    def __reduce__(self):
+        return WeightCache, ()
+
+    def amaxes(self):
+        return self.pool.pair(self.runtime)
+
+    def invalidate(self) -> None:
+        self.pool.invalidate()
+        super().invalidate()
