@@ -15,13 +15,14 @@ import mcore_model_steps
 import torch
 import torch.distributed as dist
 from mcore_model_common import (
-    MIXED, VOCAB, B, F, H, S, bf16, build, config, linear, losses, parallel, rank, shard, summed,
+    LAYERS, MIXED, VOCAB, B, F, H, S, bf16, build, config, linear, losses, mpu, parallel, rank, shard,
 )  # fmt: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
+from tp_cases import on_the_wire
 
 from megatron_hybrid import HybridQuantizer, Recipe, RecipeError, list_recipes
 from megatron_hybrid.linear import LOCAL, hybrid_linear
@@ -31,25 +32,39 @@ from megatron_hybrid.mcore.layers import HybridColumnParallelLinear, HybridRowPa
 from megatron_hybrid.mcore.modules import enumerate_modules
 from megatron_hybrid.mcore.norm import HybridNorm
 from megatron_hybrid.mcore.spec import HybridLayerSpec
+from megatron_hybrid.runtime import LinearRuntime
+from megatron_hybrid.scaling import Pieces
+
+
+def whole_weight(module, dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(module.weight) for _ in range(2)]
+    dist.all_gather(parts, module.weight.detach())
+    return torch.cat(parts, dim).requires_grad_()
+
+
+def on_one_rank(module, x, weight, dy):
+    """(y, dx, dw) of the whole tensors under the module's recipe."""
+    x = x.detach().clone().requires_grad_()
+    runtime = LinearRuntime(module.hq.recipe, module.hq.role, "cpu")
+    y = hybrid_linear(x, weight, None, runtime.call(torch.device("cpu"), LOCAL, training=True))
+    y.backward(dy)
+    return y, x.grad, weight.grad
 
 
 def check_column(sequence_parallel: bool, recipe: str) -> None:
-    """Output and weight gradient are bitwise what one rank makes of the whole input; dx is summed over ranks."""
+    """Output and weight gradient are what one rank makes of the whole tensors; dx is summed over ranks."""
     parallel(tp=2)
     module = linear(HybridColumnParallelLinear, recipe, H, F, sequence_parallel=sequence_parallel)
-    x, dy = bf16(S, B, H, seed=1), bf16(S, B, F // 2, seed=2 + rank())
+    x, dy = bf16(S, B, H, seed=1), bf16(S, B, F, seed=2)
     mine = (shard(x, 0) if sequence_parallel else x.clone()).requires_grad_()
     y, _ = module(mine)
-    y.backward(dy)
+    y.backward(shard(dy, 2))
 
-    whole, weight = x.clone().requires_grad_(), module.weight.detach().clone().requires_grad_()
-    expected = hybrid_linear(whole, weight, None, module.hq.call(weight.device, LOCAL, training=True))
-    expected.backward(dy)
-    dx = summed(whole.grad)
-    assert torch.equal(y, expected)
-    assert torch.equal(module.weight.grad, weight.grad)
-    assert torch.equal(mine.grad, shard(dx, 0) if sequence_parallel else dx)
-    assert sum(module.plan.calls.values()) == 6  # the reference uses the same plan
+    expected, dx, dw = on_one_rank(module, x, whole_weight(module, 0), dy)
+    assert torch.equal(y, shard(expected, 2)) and torch.equal(module.weight.grad, shard(dw, 0))
+    dx = shard(dx, 0) if sequence_parallel else dx
+    assert (mine.grad - dx).abs().max() <= 2.0**-6 * dx.abs().max()
+    assert sum(module.plan.calls.values()) == 3
 
 
 def check_column_sequence_parallel():
@@ -61,17 +76,65 @@ def check_column_all_reduce():
 
 
 def check_row(recipe: str = MIXED):
-    """The sum over ranks of what each makes of its part, split along the sequence."""
+    """The sum over ranks of what each makes of its part, split along the sequence; its gradient travels quantized."""
+    for sequence_parallel in (True, False):
+        parallel(tp=2)
+        module = linear(HybridRowParallelLinear, recipe, 128, H, sequence_parallel=sequence_parallel)
+        x, dy = bf16(S, B, 128, seed=1), bf16(S, B, H, seed=5)
+        mine = shard(x, 2).requires_grad_()
+        y, _ = module(mine)
+        y.backward(shard(dy, 0) if sequence_parallel else dy)
+        expected, dx, dw = on_one_rank(module, x, whole_weight(module, 1), dy)
+        expected = shard(expected, 0) if sequence_parallel else expected
+        assert (y - expected).abs().max() <= 2.0**-6 * expected.abs().max()
+        assert torch.equal(mine.grad, shard(dx, 2)) and torch.equal(module.weight.grad, shard(dw, 1))
+        ways = {("grad_output", direction): "payload" for direction in ("rowwise", "columnwise")}
+        assert {key[:2]: key[2] for key in module.plan.gathers} == (ways if sequence_parallel else {})
+
+
+def check_c27_collectives_of_a_layer_stay_among_its_tensor_parallel_ranks():
+    """Every amax and every gather of a model's linears, under TP 2 and, with nothing to share, under DP 2."""
+    for sizes in (dict(tp=2), dict()):
+        parallel(**sizes)
+        model = build(Recipe.load("fp8_current"), sequence_parallel=bool(sizes))
+        members = dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group())
+        with on_the_wire() as sent:
+            losses(model).sum().backward()
+        assert {s.ranks for s in sent} <= {tuple(members)}
+        assert bool([s for s in sent if s.dtype == torch.int32]) == bool(sizes)
+
+
+def check_amaxes_of_all_weights_in_one_collective_a_step():
     parallel(tp=2)
-    module = linear(HybridRowParallelLinear, recipe, F, H, sequence_parallel=True)
-    x, dy = bf16(S, B, F // 2, seed=1 + rank()).requires_grad_(), bf16(S, B, H, seed=5)
-    y, _ = module(x)
-    y.backward(shard(dy, 0))
-    mine, weight = x.detach().clone().requires_grad_(), module.weight.detach().clone().requires_grad_()
-    part = hybrid_linear(mine, weight, None, module.hq.call(weight.device, LOCAL, training=True))
-    part.backward(dy)
-    assert torch.equal(y, shard(summed(part.detach()), 0))
-    assert torch.equal(x.grad, mine.grad) and torch.equal(module.weight.grad, weight.grad)
+    model = build(Recipe.load("fp8_current"), sequence_parallel=True)
+    with torch.no_grad(), on_the_wire() as alone:
+        losses(model)
+    control = driver.attach([model.module], seed=1)
+    control.controller.begin_step(1)
+    counts = []
+    for first in (True, False, True):
+        if first:
+            model.set_is_first_microbatch()
+        with torch.no_grad(), on_the_wire() as sent:
+            losses(model)
+        counts.append(len([s for s in sent if s.dtype == torch.int32]))
+    weights, activations = 4 * LAYERS, 4 * LAYERS  # each linear's input is one
+    assert len([s for s in alone if s.dtype == torch.int32]) == weights + activations
+    assert counts == [1 + activations, activations, 1 + activations], counts
+
+
+def check_gated_linear_counts_rows_as_checkpoints_do():
+    """linear_fc1 holds a run of the gate and one of the rest: random bits and scales follow their places in the whole."""
+    parallel(tp=2)
+    model = build(Recipe.load("nvfp4"), sequence_parallel=True, num_layers=1).module
+    fc1, qkv = model.decoder.layers[0].mlp.linear_fc1, model.decoder.layers[0].self_attention.linear_qkv
+    assert (fc1.pieces, qkv.pieces) == (2, 1) and fc1.hq.sharding.shards["weight"].pieces == 2
+    metadata = {"dp_cp_group": mpu.get_data_parallel_group()}
+    found = model.decoder.layers[0].mlp.sharded_state_dict(metadata=metadata)["linear_fc1.weight"]
+    runs = found.build()
+    assert [run.global_offset for run in runs] == [(row, 0) for row, _, _ in fc1.hq.index_maps["weight"].maps]
+    assert runs[0].global_shape == (2 * F, H) and isinstance(fc1.hq.index_maps["grad_output"], Pieces)
+    assert [m[1:] for m in fc1.hq.index_maps["grad_output"].maps] == [(run.global_offset[0], 2 * F) for run in runs]
 
 
 def check_high_precision_is_torch_matmul():

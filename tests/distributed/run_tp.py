@@ -1,0 +1,347 @@
+"""Tensor- and sequence-parallel linears against the same linear on one rank, all checks in one launch.
+
+    torchrun --nproc-per-node N run_tp.py [--backend gloo|nccl] [--out FOLDER] [--only NAME ...]
+
+Rank 0 prints a line for every check; rank r writes FOLDER/r.json, a dict of check -> error or None. The exit status
+is 1 when a check failed on this rank. Tensors are on the CPU with gloo, on the GPUs with NCCL.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tp_cases import LAYOUTS, RECIPES, Ranks, on_the_wire, recipe, run
+
+from megatron_hybrid.distributed.amax import WeightAmaxes, start_max
+from megatron_hybrid.linear import hybrid_linear
+from megatron_hybrid.plan import GRAD_OUTPUT, INPUT, WEIGHT
+
+GEMM_OPERANDS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
+SOME = ("fp8_current", "mxfp8", "nvfp4", "nvfp4 / mxfp8 derived")
+RAGGED = 46  # tokens a rank: like 4092 over 2 ranks, no multiple of 16, 32 or 128
+
+
+def sizes(ranks: Ranks, layout: str):
+    """(K, N): every rank's part, and each of a gated part's two runs, is whole blocks of 128."""
+    pieces = 1 + ("gated" in layout)
+    return (256, 128 * pieces * ranks.size) if "column" in layout else (128 * ranks.size, 256)
+
+
+def split_dims(layout: str) -> dict:
+    """operand -> dimension of this rank's part of it as its gemms see it."""
+    return {WEIGHT: 0, GRAD_OUTPUT: 1} if "column" in layout else {INPUT: 1, WEIGHT: 1}
+
+
+def both(ranks: Ranks, layout: str, name: str, rows: int, *, bias=False, batch=2):
+    """The whole linear's result and this rank's, from the same tensors. rows: tokens a rank, over the batch."""
+    K, N = sizes(ranks, layout)
+    sequence = rows * ranks.size // batch
+    x, dy = ranks.randn(sequence * batch, K, seed=1), ranks.randn(sequence * batch, N, seed=2)
+    w, b = ranks.randn(N, K, seed=3), ranks.randn(1, N, seed=4).view(-1) if bias else None
+    shape = (sequence, batch)
+    pieces = 1 + ("gated" in layout)
+    chosen = recipe(name)
+    one = run(ranks, "one", ranks.runtime("one", chosen, K, N), x.view(*shape, K), w, dy.view(*shape, N), b)
+    runtime = ranks.runtime(layout, chosen, K, N)
+    if "column" in layout:
+        own_x = ranks.part(x, 0).view(-1, batch, K) if layout.endswith("SP") else x.view(*shape, K)
+        own = own_x, ranks.part(w, 0, pieces), ranks.part(dy, 1, pieces).view(*shape, -1)
+        b = None if b is None else ranks.part(b, 0, pieces)
+    else:
+        own_dy = ranks.part(dy, 0).view(-1, batch, N) if layout.endswith("SP") else dy.view(*shape, N)
+        own, b = (ranks.part(x, 1).view(*shape, -1), ranks.part(w, 1), own_dy), None
+    with on_the_wire() as sent:
+        split = run(ranks, layout, runtime, *own, b)
+    return one, split, runtime, sent
+
+
+def compare_operands(ranks: Ranks, layout: str, one, split, what: str) -> None:
+    """Codes and scales of every gemm's operands are the whole tensors', cut."""
+    dims, pieces = split_dims(layout), 1 + ("gated" in layout)
+    for gemm, operands in GEMM_OPERANDS.items():
+        for operand, whole, mine in zip(operands, one.operands[gemm], split.operands[gemm]):
+            where = f"{what}, {gemm} {operand}.{mine.direction} {mine.format}"
+            dim, runs = dims.get(operand), pieces if operand != INPUT else 1
+            expected = [whole.dequantize(), *([whole.codes()] if whole.format.is_quantized else [])]
+            found = [mine.dequantize(), *([mine.codes()] if mine.format.is_quantized else [])]
+            for e, f in zip(expected, found, strict=True):
+                assert torch.equal(ranks.part(e, dim, runs), f), where
+
+
+def partial_sums(ranks: Ranks, layout: str, one, gemm: str):
+    """(sum, sum of magnitudes) in float64 of what each rank contributes to a gemm's result."""
+    a, b = (s.operand(torch.float32).double() for s in one.operands[gemm])
+    pieces = 1 + ("gated" in layout)
+    parts = [ranks.part(a, 1, pieces, r) @ ranks.part(b, 1, pieces, r).T for r in range(ranks.size)]
+    return sum(parts), sum(p.abs() for p in parts)
+
+
+def close_sum(found, total, magnitude, ranks: int, what: str) -> None:
+    """A bf16 sum of parts that are rounded to bf16: `ranks` roundings, of a part or of a running sum, each of 2^-8."""
+    error = (found.double().view_as(total) - total).abs()
+    bound = ranks * 2.0**-8 * magnitude + 1e-30
+    assert (error <= 1.01 * bound).all(), f"{what}: {(error / bound).max().item():.2f} of the bound"
+
+
+def compare_results(ranks: Ranks, layout: str, one, split, what: str) -> None:
+    """What is not summed over ranks is bitwise one rank's; sums are within their roundings."""
+    pieces, sequence = 1 + ("gated" in layout), layout.endswith("SP")
+    if "column" in layout:
+        assert torch.equal(ranks.part(one.y, 2, pieces), split.y), f"{what}: y"
+        assert torch.equal(ranks.part(one.dw, 0, pieces), split.dw), f"{what}: dw"
+        total, magnitude = partial_sums(ranks, layout, one, "dgrad")
+        dim = 0 if sequence else None
+        close_sum(split.dx.flatten(0, 1), ranks.part(total, dim), ranks.part(magnitude, dim), ranks.size, f"{what}: dx")
+        if one.db is not None:
+            assert torch.equal(ranks.part(one.db, 0, pieces), split.db), f"{what}: db"
+        return
+    assert torch.equal(ranks.part(one.dx, 2), split.dx), f"{what}: dx"
+    assert torch.equal(ranks.part(one.dw, 1), split.dw), f"{what}: dw"
+    y = split.y
+    if not sequence:  # the reduction is outside
+        dist.all_reduce(y, group=ranks.group)
+    total, magnitude = partial_sums(ranks, layout, one, "fprop")
+    dim = 0 if sequence else None
+    close_sum(y.flatten(0, 1), ranks.part(total, dim), ranks.part(magnitude, dim), ranks.size, f"{what}: y")
+
+
+def check_p60_c26_operands_and_results_are_one_ranks(ranks: Ranks):
+    """Every recipe, every layout, an outlier on the last rank only; of more than two ranks only some recipes."""
+    names = RECIPES if ranks.size == 2 else SOME
+    for layout, name in itertools.product(LAYOUTS, names):
+        one, split, runtime, _ = both(ranks, layout, name, rows=256 // ranks.size, bias="column" in layout)
+        what = f"{layout}, {name}"
+        compare_operands(ranks, layout, one, split, what)
+        compare_results(ranks, layout, one, split, what)
+        plan = runtime.plan_for(ranks.device)
+        assert not plan.cut_shards(), what
+        assert not [way for *_, way in plan.gathers if way == "high precision"], (what, plan.gathers)
+
+
+def check_c23_c24_ragged_sequences(ranks: Ranks):
+    """Blocks that end inside another rank's rows: the tensor travels in high precision, counted, and the bytes are one rank's."""
+    for layout, name in itertools.product([l for l in LAYOUTS if l.endswith("SP")], RECIPES):
+        one, split, runtime, _ = both(ranks, layout, name, rows=RAGGED)
+        plan, what = runtime.plan_for(ranks.device), f"{layout}, {name}, ragged"
+        compare_operands(ranks, layout, one, split, what)
+        compare_results(ranks, layout, one, split, what)
+        quantizer = plan.quantizers[plan.gathered]
+        cut = [d for d, f in zip(("rowwise", "columnwise"), quantizer.formats()) if f.is_quantized and RAGGED % (f.block(d)[0] or 1)]
+        ways = {direction: way for _, direction, way in plan.gathers}
+        for direction in ("rowwise", "columnwise"):
+            derived = direction == "columnwise" and quantizer.derives_columnwise and "rowwise" not in cut
+            expected = direction in cut and not derived
+            assert (ways[direction] == "high precision") == expected, (what, ways, cut)
+
+
+def check_weights_whose_blocks_are_cut_at_shard_bounds(ranks: Ranks):
+    """The plan names them; codes are the shard's own, and results are finite."""
+    K, N = 64, 46 * ranks.size
+    for layout, name in itertools.product(("column", "row"), ("mxfp8", "nvfp4", "fp8_block")):
+        k, n = (K, N) if layout == "column" else (N, K)
+        runtime = ranks.runtime(layout, recipe(name), k, n)
+        cut = runtime.plan_for(ranks.device).cut_shards()
+        assert any(line.startswith("weight.") for line in cut), (layout, name, cut)
+        shape = (N // ranks.size, K) if layout == "column" else (K, N // ranks.size)
+        x, dy = ranks.randn(32, shape[1], seed=1), ranks.randn(32, shape[0], seed=2)
+        result = run(ranks, layout, runtime, x, ranks.randn(*shape, seed=3), dy)
+        assert all(torch.isfinite(t).all() for t in (result.y, result.dx, result.dw))
+
+
+def check_p62_bytes_on_the_wire(ranks: Ranks):
+    """Payload and scales of the one direction that a gemm reads, each asynchronously; no operand in bf16."""
+    M, size = 128, ranks.size
+    members = tuple(dist.get_process_group_ranks(ranks.group))
+    # bytes of (M, K) or (M, N) rows of one rank: codes and scales, of each direction
+    payloads = {
+        "mxfp8": lambda m, k: ([m * k, m * k // 32], [m * k, m * k // 32]),
+        "fp8_block": lambda m, k: ([m * k, 4 * m * k // 128], [m * k, 4 * m * k // 128]),
+        "fp8_rowwise": lambda m, k: ([m * k, 4 * m], [m * k]),
+        "fp8_current": lambda m, k: ([m * k], [m * k]),
+        "mxfp8 / nvfp4": lambda m, k: ([m * k, m * k // 32], [m * k // 2, m * k // 16]),
+        "nvfp4:row_scaled,sr": lambda m, k: ([m * k // 2, m * k // 16, 4 * m], [m * k // 2, m * k // 16]),
+    }
+    for layout, (name, bytes_of) in itertools.product(("column SP", "row SP"), payloads.items()):
+        _, _, runtime, sent = both(ranks, layout, name, rows=M)
+        K, N = sizes(ranks, layout)
+        row, column = bytes_of(M, K if layout == "column SP" else N)
+        if layout == "row SP" and name == "mxfp8 / nvfp4":
+            row = column  # a gradient's directions are both of backward
+        if layout == "row SP" and name == "fp8_current":
+            column = []  # the same codes as the row's: made from them
+        gathers = [s.nbytes for s in sent if s.name == "all_gather_into_tensor"]
+        assert gathers == row + column, (layout, name, gathers, row, column)
+        assert all(s.dtype != torch.bfloat16 for s in sent if s.name == "all_gather_into_tensor")
+        assert all(s.ranks == members and s.asynchronous for s in sent), (layout, name)
+        reductions = [s for s in sent if s.name == "all_reduce"]
+        assert all(s.dtype == torch.int32 for s in reductions), (layout, name)
+        shared = {"mxfp8": 0, "fp8_block": 0}.get(name)
+        assert shared is None or len(reductions) == shared, (layout, name, reductions)
+        assert [s.nbytes for s in sent if s.name == "reduce_scatter_tensor"] == [2 * M * size * (K if layout == "column SP" else N)]
+
+
+def check_kept_for_backward_is_the_ranks_own_payload(ranks: Ranks):
+    """A sequence-parallel rank keeps its own rows, quantized where the plan keeps a payload."""
+    _, split, runtime, _ = both(ranks, "column SP", "mxfp8 / nvfp4", rows=128)
+    K, _ = sizes(ranks, "column SP")
+    plan = runtime.plan_for(ranks.device)
+    assert plan.saved[INPUT] == "columnwise"
+    own = 128 * K // 2 + 128 * K // 16 + 4
+    weight = sum(t.numel() * t.element_size() for t in split.operands["dgrad"][1].buffers().values())
+    assert sum(t.numel() * t.element_size() for t in split.kept) == own + weight
+
+
+def check_amaxes_of_weights_in_one_collective(ranks: Ranks):
+    """Ten linears, one reduction; none on a second microbatch; again after an invalidation; the same scales."""
+    class Part(torch.nn.Module):
+        def __init__(self, layout, name, seed):
+            super().__init__()
+            self.layout, (K, N) = layout, sizes(ranks, layout)
+            whole = ranks.randn(N, K, seed=seed)
+            self.weight = torch.nn.Parameter(ranks.part(whole, 0 if "column" in layout else 1))
+            self.hq = ranks.runtime(layout, recipe(name), K, N)
+            self.x = ranks.randn(32, self.weight.shape[1], seed=seed + 50)
+
+        def forward(self):
+            call = self.hq.call(ranks.device, ranks.communication(self.layout), training=True, rows=32)
+            return hybrid_linear(self.x, self.weight, None, call)
+
+    names = ["fp8_current", "nvfp4", "mxfp8", "fp8_rowwise", "mxfp8 / nvfp4"]
+    parts = [Part(layout, name, seed) for seed, (layout, name) in enumerate(itertools.product(("column", "row"), names))]
+    with torch.no_grad(), on_the_wire() as alone:
+        expected = [part() for part in parts]
+    pool = WeightAmaxes(ranks.group, parts)
+    with torch.no_grad(), on_the_wire() as sent:
+        found = [part() for part in parts]
+        inputs = [s for s in sent]
+        again = [part() for part in parts]
+        second = sent[len(inputs):]
+        parts[3].weight.mul_(2)
+        parts[3].hq.invalidate()
+        parts[3]()
+    assert all(torch.equal(a, b) for a, b in zip(expected, found)) and all(torch.equal(a, b) for a, b in zip(found, again))
+    activations = len(second)  # row-parallel inputs only
+    assert len(inputs) == activations + 1 < len(alone), (len(inputs), activations, len(alone))
+    assert pool._found is not None and len(sent) == len(inputs) + activations + 1
+
+
+def check_maximum_keeps_nan_and_inf(ranks: Ranks):
+    last = ranks.size - 1
+    mine = [float("nan"), float("inf"), 2.0] if ranks.rank == last else [1.0, 3.0, 5.0]
+    if ranks.rank == 0:
+        mine[2] = 7.0
+    amaxes = [torch.tensor(mine[0], device=ranks.device), torch.tensor([mine[1:]], device=ranks.device)]
+    first, rest = start_max(amaxes, ranks.group)()
+    assert torch.isnan(first) and first.shape == () and rest.shape == (1, 2)
+    assert rest[0, 0] == float("inf") and rest[0, 1] == 7.0
+    for name in ("fp8_current", "nvfp4"):  # one element of the last rank's rows or columns
+        for layout in LAYOUTS:
+            K, N = sizes(ranks, layout)
+            x = ranks.randn(128 * ranks.size, K, seed=1)
+            x[-1, -1] = float("nan")
+            one = ranks.runtime("one", recipe(name), K, N)
+            split = ranks.runtime(layout, recipe(name), K, N)
+            dim = None if layout in ("column", "gated column") else 0 if "column" in layout else 1
+            rows = (split.plan_for(ranks.device).gathered == INPUT) and 128
+            call = split.call(ranks.device, ranks.communication(layout), training=True, rows=rows)
+            whole = one.plan_for(ranks.device).quantize(INPUT, x, rowwise=True)[0]
+            mine = call.cast(INPUT, ranks.part(x, dim), rowwise=True)[0]
+            assert torch.equal(ranks.part(whole.codes(), dim), mine.codes()), (name, layout)
+
+
+def check_c27_collectives_stay_in_the_group(ranks: Ranks):
+    """Pairs of ranks as tensor-parallel groups of a larger world: nothing leaves the pair."""
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, ranks.size - 1, 2)]
+    pair = pairs[dist.get_rank() // 2]
+    inner = Ranks(pair, ranks.device)
+    for layout, name in itertools.product(LAYOUTS, ("fp8_current", "nvfp4", "mxfp8 / nvfp4")):
+        one, split, _, sent = both(inner, layout, name, rows=128)
+        compare_operands(inner, layout, one, split, f"pair, {layout}, {name}")
+        assert {s.ranks for s in sent} <= {tuple(dist.get_process_group_ranks(pair))}
+
+
+def check_c30_rowwise_for_100_steps(ranks: Ranks):
+    """A column- and a row-parallel linear under sequence parallelism, against the same two on one rank: finite, as good."""
+    M, H, F = 32, 32, 32 * ranks.size
+    x, target = ranks.randn(M, H, seed=1, dtype=torch.float32).clamp(max=1), torch.zeros(M, H, device=ranks.device)
+    target[:, 0] = x[:, 1].sign()
+
+    def train(layouts, steps):
+        cut = "one" not in layouts
+        weights = [0.1 * ranks.randn(*shape, seed=s, dtype=torch.float32).clamp(-3, 3) for s, shape in enumerate(((F, H), (H, F)))]
+        weights = [(ranks.part(w, dim) if cut else w).requires_grad_() for dim, w in enumerate(weights)]
+        own_x, own_target = (ranks.part(t, 0) if cut else t for t in (x, target))
+        runtimes = [ranks.runtime(layout, recipe("fp8_rowwise"), k, n, None) for layout, k, n in zip(layouts, (H, F), (F, H))]
+        losses = []
+        for _ in range(steps):
+            calls = [r.call(ranks.device, ranks.communication(l), training=True, rows=M // ranks.size) for r, l in zip(runtimes, layouts)]
+            hidden = torch.relu(hybrid_linear(own_x, weights[0], None, calls[0]))
+            loss = (hybrid_linear(hidden, weights[1], None, calls[1]) - own_target).square().sum() / M
+            grads = torch.autograd.grad(loss, weights)
+            assert all(torch.isfinite(g).all() and g.abs().sum() > 0 for g in grads)
+            with torch.no_grad():
+                for w, g, runtime in zip(weights, grads, runtimes):
+                    w -= 0.05 * g
+                    runtime.invalidate()
+            losses.append(loss.detach())
+        losses = torch.stack(losses)
+        if cut:  # summed in one order, however many there are
+            losses = ranks.communication("row").start_gather(losses.unsqueeze(0))().sum(0)
+        return losses.tolist()
+
+    one, split = train(("one", "one"), 100), train(("column SP", "row SP"), 100)
+    assert one[-1] < 0.7 * one[0], (one[0], one[-1])
+    assert abs(split[0] - one[0]) <= 1e-5 * one[0] and abs(split[-1] - one[-1]) <= 0.02 * one[0], (split[-1], one[-1])
+    assert train(("column SP", "row SP"), 10) == split[:10], "equal runs differ"
+
+
+def start(backend: str) -> Ranks:
+    """The process group of all ranks, and this rank's device."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", local)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.allow_tf32 = False
+    dist.init_process_group(backend, **({} if device.type == "cpu" else {"device_id": device}))
+    return Ranks(dist.group.WORLD, device)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", nargs="*", default=[""], help="beginnings of checks' names")
+    args = parser.parse_args()
+    ranks = start(args.backend)
+    errors = {}
+    for name, check in globals().items():
+        if not name.startswith(tuple(f"check_{start}" for start in args.only)):
+            continue
+        began, name, error = time.monotonic(), name.removeprefix("check_"), None
+        try:
+            check(ranks)
+        except Exception:
+            error = traceback.format_exc()
+        errors[name] = error
+        outcomes = [None] * ranks.size
+        dist.all_gather_object(outcomes, None if error is None else error.strip().splitlines()[-1][:300])
+        if ranks.rank == 0:
+            failed = [f"rank {r}: {text}" for r, text in enumerate(outcomes) if text]
+            print(f"{'FAILED' if failed else 'ok':6} {time.monotonic() - began:6.1f} s  {name}", *failed, sep="\n    ", flush=True)
+    if args.out:
+        (args.out / f"{ranks.rank}.json").write_text(json.dumps(errors))
+    dist.destroy_process_group()
+    return int(any(errors.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

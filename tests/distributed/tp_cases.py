@@ -1,0 +1,208 @@
+"""What the checks of tensor-parallel linears share: recipes, one linear on one rank and the same split, spies.
+
+Needs torch and megatron_hybrid alone, so that the same checks run under NCCL on GPUs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megatron_hybrid import Recipe
+from megatron_hybrid.distributed.tp import (
+    ColumnParallel,
+    ColumnSequenceParallel,
+    RowSequenceParallel,
+    TensorParallel,
+    column_index_maps,
+    column_sharding,
+    row_index_maps,
+    row_sharding,
+)
+from megatron_hybrid.linear import LOCAL, WeightCache, hybrid_linear
+from megatron_hybrid.plan import GemmPlan
+from megatron_hybrid.roles import LINEAR, ModuleRole
+from megatron_hybrid.runtime import LinearRuntime, RandomKeys
+
+ROLE = ModuleRole(LINEAR, "decoder.layers.0.mlp.linear_fc1", layer=1, num_layers=1)
+LAYOUTS = ("column", "gated column", "column SP", "gated column SP", "row", "row SP")
+DERIVED = {"input": "rowwise_dequantized", "weight": "rowwise_dequantized", "grad_output": "rowwise_dequantized"}
+NVFP4 = {
+    "fprop": {"input": "nvfp4", "weight": "nvfp4:2d"},
+    "dgrad": {"grad_output": "nvfp4:sr", "weight": "nvfp4:2d"},
+    "wgrad": {"grad_output": "nvfp4:rht,sr", "input": "nvfp4:rht"},
+}
+# name -> the recipe's defaults, and maybe `backward`
+RECIPES = {
+    "bf16": "high_precision",
+    "fp8_current": {"fprop": "fp8_current_e4m3", "dgrad": {"grad_output": "fp8_current_e5m2", "weight": "fp8_current_e4m3"},
+                    "wgrad": {"grad_output": "fp8_current_e5m2", "input": "fp8_current_e4m3"}},
+    "fp8_delayed": "fp8_delayed_e4m3:history=4",
+    "fp8_rowwise": "fp8_rowwise_e4m3",
+    "fp8_block": {"fprop": {"input": "fp8_block_e4m3", "weight": "fp8_block_e4m3:2d"},
+                  "dgrad": {"grad_output": "fp8_block_e4m3", "weight": "fp8_block_e4m3:2d"}, "wgrad": "fp8_block_e4m3"},
+    "mxfp8": "mxfp8_e4m3",
+    "mxfp8:2d": "mxfp8_e4m3:2d",
+    "nvfp4": NVFP4,
+    "nvfp4:sr everywhere": "nvfp4:sr",
+    "nvfp4:row_scaled,sr": "nvfp4:row_scaled,sr",
+    "mxfp8 / nvfp4": {"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4"},
+    "nvfp4 / mxfp8 derived": {"fprop": "nvfp4", "dgrad": "mxfp8_e4m3", "wgrad": "mxfp8_e4m3", "columnwise_source": DERIVED},
+    "mxfp8 / nvfp4 derived": {"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4", "columnwise_source": DERIVED},
+    "current / block": {"fprop": "fp8_current_e4m3", "dgrad": "fp8_block_e4m3", "wgrad": "fp8_block_e4m3"},
+    "mxfp8 / bf16": {"fprop": "mxfp8_e4m3", "dgrad": "high_precision", "wgrad": "high_precision"},
+    "bf16 / mxfp8": {"fprop": "high_precision", "dgrad": "mxfp8_e4m3", "wgrad": "mxfp8_e4m3"},
+    "mxfp8 dequantized": ("mxfp8_e4m3", "dequantized"),
+}  # fmt: skip
+
+
+def recipe(name: str) -> Recipe:
+    defaults = RECIPES[name]
+    top = {}
+    if isinstance(defaults, tuple):
+        defaults, top["backward"] = defaults
+    return Recipe.from_dict({"version": 1, "name": "t", "defaults": defaults, **top})
+
+
+@dataclass
+class Ranks:
+    """The tensor-parallel group, and where tensors live."""
+
+    group: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank()
+
+    @property
+    def size(self) -> int:
+        return self.group.size()
+
+    def randn(self, *shape, seed: int, dtype=torch.bfloat16) -> torch.Tensor:
+        """The same on every rank and device, with an outlier in the last row and column: on the last rank, however split."""
+        x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+        x[-1, -1] = 1e3
+        return x.to(dtype).to(self.device)
+
+    def part(self, x: torch.Tensor, dim: int | None, pieces: int = 1, rank: int | None = None) -> torch.Tensor:
+        """A rank's shard of a whole tensor: its run of each of `pieces` runs along a dimension."""
+        if dim is None:
+            return x
+        rank = self.rank if rank is None else rank
+        return torch.cat([run.chunk(self.size, dim)[rank] for run in x.chunk(pieces, dim)], dim).contiguous()
+
+    def runtime(self, layout: str, recipe: Recipe, K: int, N: int, backend="reference") -> LinearRuntime:
+        """The rank's share of a linear, or, for layout ``one``, the whole linear."""
+        sequence, pieces = layout.endswith("SP"), 1 + ("gated" in layout)
+        sharding, maps = None, {}
+        if "column" in layout:
+            sharding = column_sharding(self.size, N, sequence_parallel=sequence, pieces=pieces)
+            maps = column_index_maps(self.rank, self.size, K, N, pieces)
+        elif "row" in layout:
+            sharding = row_sharding(self.size, K, sequence_parallel=sequence)
+            maps = row_index_maps(self.rank, self.size, K, N)
+        runtime = LinearRuntime(recipe, ROLE, self.device, backend=backend, sharding=sharding)
+        runtime.index_maps, runtime.keys = maps, RandomKeys(5, num_microbatches=2)
+        runtime.weight_cache = WeightCache()
+        runtime.keys.set(3, 1)
+        for name, buffer in runtime.named_buffers():
+            if name.endswith("scale"):
+                buffer.fill_(4.0)
+        return runtime
+
+    def communication(self, layout: str):
+        if layout == "one":
+            return LOCAL
+        cls = {
+            "column": ColumnParallel, "column SP": ColumnSequenceParallel, "row": TensorParallel, "row SP": RowSequenceParallel
+        }[layout.removeprefix("gated ")]  # fmt: skip
+        return cls(self.group)
+
+
+@dataclass
+class Result:
+    """Outputs and gradients of one forward and backward, and the operands of each gemm."""
+
+    y: torch.Tensor
+    dx: torch.Tensor
+    dw: torch.Tensor
+    db: torch.Tensor | None
+    operands: dict
+    kept: list[torch.Tensor]
+
+
+def run(ranks: Ranks, layout: str, runtime: LinearRuntime, x, w, dy, bias=None) -> Result:
+    """Forward and backward of this rank's tensors; y before the reduction outside a row-parallel linear."""
+    x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    bias = None if bias is None else bias.detach().clone().requires_grad_()
+    comm = ranks.communication(layout)
+    rows = x.shape[:-1].numel() // (comm.size if runtime.plan_for(ranks.device).gathered == "grad_output" else 1)
+    call = runtime.call(ranks.device, comm, training=True, rows=rows)
+    with recorded_operands() as operands, kept_tensors() as kept:
+        y = hybrid_linear(x, w, bias, call)
+        y.backward(dy)
+    return Result(y.detach(), x.grad, w.grad, None if bias is None else bias.grad, operands, kept)
+
+
+@contextlib.contextmanager
+def recorded_operands():
+    """gemm -> its two payloads, of the gemms run inside the block."""
+    seen, original = {}, GemmPlan.run
+
+    def spy(plan, gemm, a, b, *args, **kwargs):
+        seen[gemm] = (a, b)
+        return original(plan, gemm, a, b, *args, **kwargs)
+
+    GemmPlan.run = spy
+    try:
+        yield seen
+    finally:
+        GemmPlan.run = original
+
+
+@contextlib.contextmanager
+def kept_tensors():
+    """The tensors that autograd keeps inside the block."""
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
+        yield kept
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective: bytes this rank puts in, element type, global ranks of the group, whether it was asynchronous."""
+
+    name: str
+    nbytes: int
+    dtype: torch.dtype
+    ranks: tuple[int, ...]
+    asynchronous: bool
+
+
+@contextlib.contextmanager
+def on_the_wire():
+    """Every collective of torch.distributed inside the block, in order."""
+    sent, wrapped = [], {}
+    source = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": 0}
+
+    def wrap(name, original):
+        def collective(*args, group=None, async_op=False, **kwargs):
+            x = args[source[name]]
+            members = tuple(dist.get_process_group_ranks(group))
+            sent.append(Sent(name, x.numel() * x.element_size(), x.dtype, members, async_op))
+            return original(*args, group=group, async_op=async_op, **kwargs)
+
+        return collective
+
+    for name in source:
+        wrapped[name] = getattr(dist, name)
+        setattr(dist, name, wrap(name, wrapped[name]))
+    try:
+        yield sent
+    finally:
+        for name, original in wrapped.items():
+            setattr(dist, name, original)
