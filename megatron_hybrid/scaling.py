@@ -83,8 +83,8 @@ class Rng:
     """Key of stochastic rounding: what is drawn depends only on these values and an element's global position.
 
     seed, tensor_id: 32 bits each; step, microbatch: counters (`num_microbatches` a step).
-    index_map: (row offset, column offset, global K) of this shard in the global (M, K), or an int64 (M,)
-    tensor of source row ids; None: the tensor is whole. A global K of 0 is the K of the tensor that is cast.
+    index_map: (row offset, column offset, global K) of this shard in the global (M, K), `Pieces` of such, or an int64
+    (M,) tensor of source row ids; None: the tensor is whole. A global K of 0 is the K of the tensor that is cast.
     """
 
     own_columns = True  # the global K may be 0; a host-side hint that saves three small operations a cast
@@ -95,11 +95,15 @@ class Rng:
         if isinstance(index_map, torch.Tensor):
             self.row_ids = index_map.to(device=device, dtype=torch.int64)
         elif index_map is not None:
-            row, col, global_k = index_map
+            row, col, global_k = index_map.maps[0] if isinstance(index_map, Pieces) else index_map
         counter = (step * num_microbatches + microbatch) & 0xFFFFFFFF
         words = [seed & 0xFFFFFFFF, tensor_id & 0xFFFFFFFF, counter, row, col, global_k]
         self.values = torch.tensor(words, dtype=torch.int64, device=device)
         self.own_columns = not global_k
+        if isinstance(index_map, Pieces):
+            more = dict(num_microbatches=num_microbatches, device=device)
+            keys = (Rng(seed, tensor_id, step, microbatch, piece, **more) for piece in index_map.maps)
+            self.parts = index_map.dim, tuple(keys)
 
     def words(self, K: int) -> torch.Tensor:
         """int64 (6,): what a kernel reads for a tensor of K columns: `values` with the global K filled in."""

@@ -94,10 +94,9 @@ class ObservedPlan(GemmPlan):
             self.observer.see(operand, payload, lambda: as_matrix(x))
         return payloads
 
-    def columnwise(self, operand, kept, **options):
-        payload = super().columnwise(operand, kept, **options)
-        if isinstance(kept, QuantizedStorage) and payload is not kept:  # derived: only the row is left to compare with
-            self.observer.see(operand, payload, lambda: kept.dequantize(kept.dtype), "rowwise")
+    def derive(self, operand, row, **options):
+        payload = super().derive(operand, row, **options)  # only the row is left to compare with
+        self.observer.see(operand, payload, lambda: row.dequantize(row.dtype), "rowwise")
         return payload
 
 
