@@ -64,11 +64,6 @@ class CheckedPlan:
         self._check.look(self._plan, f"{operand} ({read})", x.detach())
         return self._plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **options)
 
-    def columnwise(self, operand, kept, **options):
-        if isinstance(kept, torch.Tensor):
-            self._check.look(self._plan, f"{operand} (columnwise for {_READS[operand, COLUMNWISE]})", kept.detach())
-        return self._plan.columnwise(operand, kept, **options)
-
     def run(self, gemm, *operands, **options):
         out = self._plan.run(gemm, *operands, **options)
         self._check.look(self._plan, f"{_RESULTS[gemm]} ({gemm})", out.detach())
