@@ -17,7 +17,7 @@ _BLOCK = 4096
 
 
 @triton.jit
-def _statistics(logits, target, out, stride, M, first, V: tl.constexpr, BLOCK: tl.constexpr):
+def _loss_statistics(logits, target, out, stride, M, first, V: tl.constexpr, BLOCK: tl.constexpr):
     """out (3, M): maximum, sum of exp(logit - maximum), the target's logit (0 when another rank has it)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -38,7 +38,7 @@ def _statistics(logits, target, out, stride, M, first, V: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _gradient(logits, target, log_sum, dloss, stride, first, V: tl.constexpr, BLOCK: tl.constexpr):
+def _loss_gradient(logits, target, log_sum, dloss, stride, first, V: tl.constexpr, BLOCK: tl.constexpr):
     """logits <- (softmax - one at the target) * dloss."""
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -62,7 +62,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         if size > 1:
             first = group.rank() * V
         with on_device(rows):
-            _statistics[M,](rows, target, out, rows.stride(0), M, first, V=V, BLOCK=_BLOCK, num_warps=8)
+            _loss_statistics[M,](rows, target, out, rows.stride(0), M, first, V=V, BLOCK=_BLOCK, num_warps=8)
         top, sums = out[0], out[1:]
         if size > 1:
             mine = top.clone()
@@ -82,7 +82,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         M, V = rows.shape
         dloss = dloss.contiguous().float()
         with on_device(logits):
-            _gradient[M, triton.cdiv(V, _BLOCK)](
+            _loss_gradient[M, triton.cdiv(V, _BLOCK)](
                 rows, target, log_sum, dloss, rows.stride(0), ctx.first, V=V, BLOCK=_BLOCK, num_warps=8
             )
         torch.autograd.graph.increment_version(logits)  # whoever else needs them in backward is told, not misled

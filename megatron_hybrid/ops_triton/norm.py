@@ -20,7 +20,7 @@ MAX_SIZE = 16384  # a row is held in registers
 
 
 @triton.jit
-def _forward(
+def _norm_forward(
     x, gamma, beta, y, means, rstds, stride, M, N, eps,
     CENTERED: tl.constexpr, MEAN: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -44,7 +44,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
+def _norm_backward(
     dy, x, gamma, dr, means, rstds, dx, dgammas, dbetas, dy_stride, x_stride, dr_stride, M, N,
     CENTERED: tl.constexpr, MEAN: tl.constexpr, RESIDUAL: tl.constexpr,
     PART: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
@@ -99,7 +99,7 @@ class NormFunction(torch.autograd.Function):
         rstd = torch.empty(M, dtype=torch.float32, device=x.device)
         mean = torch.empty(M if beta is not None else 0, dtype=torch.float32, device=x.device)
         with on_device(x):
-            _forward[triton.cdiv(M, tile["ROWS"]),](
+            _norm_forward[triton.cdiv(M, tile["ROWS"]),](
                 rows, gamma, gamma if beta is None else beta, y, mean, rstd, rows.stride(0), M, N, eps,
                 CENTERED=centered, MEAN=beta is not None, **tile,
             )  # fmt: skip
@@ -122,7 +122,7 @@ class NormFunction(torch.autograd.Function):
         dy = as_rows(dy)
         residual = dy if dr is None else as_rows(dr)
         with on_device(x):
-            _backward[num_parts,](
+            _norm_backward[num_parts,](
                 dy, x, gamma, residual, mean, rstd, dx, sums[0], sums[-1],
                 dy.stride(0), x.stride(0), residual.stride(0), M, N,
                 CENTERED=ctx.centered, MEAN=has_mean, RESIDUAL=dr is not None, PART=part, **tile,

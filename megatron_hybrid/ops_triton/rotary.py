@@ -43,7 +43,7 @@ def _put(q, k, v, x, q_head, group, is_q, is_k, is_v, col, ok, D: tl.constexpr):
 
 
 @triton.jit
-def _split(
+def _split_rotate(
     mixed, cosines, sines, q, k, v, B, stride_s, stride_b,
     G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, BACKWARD: tl.constexpr,
     HEADS: tl.constexpr, HALF_BLOCK: tl.constexpr, REST_BLOCK: tl.constexpr,
@@ -92,7 +92,7 @@ def _run(mixed, cos, sin, q, k, v, *, backward: bool) -> None:
     G, half = k.shape[2], cos.shape[-1]
     stride_b = 0 if cos.shape[1] == 1 else cos.stride(1)
     with on_device(mixed):
-        _split[S * B,](
+        _split_rotate[S * B,](
             mixed, cos, sin, q, k, v, B, cos.stride(0), stride_b,
             G=G, R=heads // G, D=D, HALF=half, BACKWARD=backward, HEADS=_HEADS,
             HALF_BLOCK=triton.next_power_of_2(half), REST_BLOCK=triton.next_power_of_2(max(1, D - 2 * half)),

@@ -28,7 +28,7 @@ def _load(x, bias, row, col, stride, F, BIASED: tl.constexpr):
 
 
 @triton.jit
-def _forward(x, bias, y, stride, F, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_forward(x, bias, y, stride, F, BIASED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate, up = _load(x, bias, row, col, stride, F, BIASED)
@@ -36,7 +36,7 @@ def _forward(x, bias, y, stride, F, BIASED: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _backward(dy, x, bias, dx, dy_stride, stride, F, BIASED: tl.constexpr, BLOCK: tl.constexpr):
+def _swiglu_backward(dy, x, bias, dx, dy_stride, stride, F, BIASED: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate, up = _load(x, bias, row, col, stride, F, BIASED)
@@ -55,7 +55,7 @@ class SwigluFunction(torch.autograd.Function):
         M, F = rows.shape[0], rows.shape[1] // 2
         y = torch.empty(*x.shape[:-1], F, dtype=x.dtype, device=x.device)
         with on_device(x):
-            _forward[M, triton.cdiv(F, _BLOCK)](
+            _swiglu_forward[M, triton.cdiv(F, _BLOCK)](
                 rows, rows if bias is None else bias, y, rows.stride(0), F, BIASED=bias is not None, BLOCK=_BLOCK
             )
         ctx.save_for_backward(rows, bias)
@@ -69,7 +69,7 @@ class SwigluFunction(torch.autograd.Function):
         M, F = x.shape[0], x.shape[1] // 2
         dy, dx = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         with on_device(x):
-            _backward[M, triton.cdiv(F, _BLOCK)](
+            _swiglu_backward[M, triton.cdiv(F, _BLOCK)](
                 dy, x, x if bias is None else bias, dx, dy.stride(0), x.stride(0), F,
                 BIASED=bias is not None, BLOCK=_BLOCK,
             )  # fmt: skip

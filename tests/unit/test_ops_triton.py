@@ -15,6 +15,7 @@ import torch
 from megatron_hybrid import ops_triton
 
 CASES = Path(__file__).with_name("ops_triton_cases.py")
+COMPILE = CASES.with_name("ops_triton_compile.py")
 CHECKS = re.findall(r"^def check_(\w+)\(", CASES.read_text(), re.M)
 
 pytest.importorskip("triton")
@@ -31,6 +32,17 @@ def errors() -> dict:
 @pytest.mark.parametrize("check", CHECKS)
 def test_interpreted(check, errors):
     assert errors[check] is None, errors[check]
+
+
+def test_every_kernel_compiles_for_hopper(tmp_path):
+    """As a Llama-8B-shaped layer launches them: nothing spilled, global memory in 16-byte words."""
+    env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, COMPILE], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout)
+    assert len(kernels) == 14
+    for name, (registers, spilled, width) in kernels.items():
+        assert registers <= 128 and spilled == 0 and width == 128, (name, registers, spilled, width)
 
 
 @pytest.mark.gpu
