@@ -52,9 +52,8 @@ def measure(kernel) -> list:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(kernel.asm["cubin"])
         cubin.flush()
-        usage = subprocess.run(
-            [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name], capture_output=True, text=True, check=True
-        ).stdout
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     registers, local = (int(re.search(rf"{k}:(\d+)", usage)[1]) for k in ("REG", "LOCAL"))
     words = re.findall(r"(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
     return [registers, local, max(int(n or 1) * int(bits) for n, bits in words)]
