@@ -61,6 +61,10 @@ class HybridQuantConfig:
         "rank, step and microbatch, before Megatron's own check of losses and gradients, which must not be off. Slow on "
         "a GPU: it waits for every cast.",
     )
+    hq_plain_layers: bool = _flag(
+        False,
+        "Norms, SwiGLU, rotary embedding and loss as Megatron has them in torch, also where the fused kernels could run.",
+    )
     hq_demo_disable_attention: bool = _flag(False, argparse.SUPPRESS)
 
 

@@ -41,7 +41,8 @@ def after_validation(args, recipe: Recipe) -> None:
     """
     from megatron.training.argument_utils import core_transformer_config_from_args
 
-    spec = HybridLayerSpec(recipe, attention_zeroed=args.hq_demo_disable_attention)
+    fused = False if args.hq_plain_layers else None
+    spec = HybridLayerSpec(recipe, attention_zeroed=args.hq_demo_disable_attention, fused=fused)
     config = core_transformer_config_from_args(args)
     recipe = spec.recipe_for(config)
     device = training_device(args.local_rank)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .. import __version__, kernels
+from .. import __version__, kernels, ops_triton
 from ..explain import backends
 from ..gemm import DeviceKind
 
@@ -75,6 +75,9 @@ def _kernels(devices) -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(device)
         what = f"{device} {properties.name}, {DeviceKind.of(device)}, {properties.total_memory / 2**30:.0f} GiB"
         yield _probed(section, what, device, lambda built: f"built for {_archs(built)}")
+    for reason in dict.fromkeys(ops_triton.reason(device) for device in devices or [torch.device("cpu")]):
+        detail = "used in Megatron's layers" if reason is None else f"not used, plain torch instead: {reason}"
+        yield Finding(section, OK if reason is None else NOTE, "norm, SwiGLU, rotary embedding, loss (Triton)", detail)
 
 
 def _probed(section: str, what: str, device: torch.device, describe) -> Finding:

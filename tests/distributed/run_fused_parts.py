@@ -62,6 +62,12 @@ def check_normalized_queries_and_fewer_groups_than_ranks():
     check_close(num_query_groups=1)
 
 
+def check_experts():
+    """A layer of experts after a dense one: the router reads the norm, the residual goes around it."""
+    shape = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, moe_router_load_balancing_type="none")
+    check_close(sequence_parallel=True, moe_layer_freq=[0, 1], moe_grouped_gemm=True, **shape)
+
+
 def check_fp32_residuals():
     check_close(fp32_residual_connection=True)
 
