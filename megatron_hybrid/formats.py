@@ -131,6 +131,11 @@ FAMILIES = {
 _POW2_BY_DEFAULT = frozenset({"fp8_block"})
 
 
+# properties of a Format
+_FACTS = ("scale", "is_quantized", "is_stateful", "bits", "tile", "pow2", "eps", "rht", "sr", "row_scaled", "is_per_tensor",
+          "outer_axis")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Format:
     """A quantization format. Make one with :func:`parse_format`; ``str()`` gives the canonical name back."""
@@ -139,6 +144,10 @@ class Format:
     element: str | None = None
     options: tuple[tuple[str, object], ...] = ()
     name: str = field(default="", compare=False)
+
+    def __post_init__(self):
+        for name in _FACTS:  # every cast asks: worked out once, here
+            getattr(self, name)
 
     def __str__(self) -> str:
         return self.name

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -29,10 +30,20 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class GemmStep:
-    """One GEMM of the plan: which payloads it multiplies and on which backend."""
+    """One GEMM of the plan: which payloads it multiplies and on which backend.
+
+    multiply    the backend's function of (A, B, out_dtype, accumulate_into), made once for the pair
+    directions  of A and of B
+    """
 
     pair: GemmPair
     backend: GemmBackend
+    multiply: Callable = field(init=False, compare=False, repr=False)
+    directions: tuple[str, str] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "multiply", self.backend.prepare(self.pair))
+        object.__setattr__(self, "directions", tuple(direction for _, direction in OPERANDS[self.pair.gemm]))
 
     @property
     def native(self) -> bool:
@@ -145,14 +156,18 @@ class GemmPlan:
 
         Raises `PlanError` naming a direction that is missing.
         """
-        for s, (operand, direction) in zip((a, b), OPERANDS[gemm]):
-            if s is None or s.direction != direction:
-                found = "nothing" if s is None else s.direction
-                raise PlanError(f"{self.label}, {gemm}: needs {operand}.{direction}, found {found}")
         step = getattr(self, gemm)
+        if a is None or b is None or (a.direction, b.direction) != step.directions:
+            self._raise_missing(gemm, a, b)
         if not torch.compiler.is_compiling():
             self.calls[gemm, step.backend.name] += 1
-        return step.backend.run(a, b, step.pair, out_dtype, accumulate_into)
+        return step.multiply(a, b, out_dtype, accumulate_into)
+
+    def _raise_missing(self, gemm: str, *payloads):
+        for s, (operand, direction) in zip(payloads, OPERANDS[gemm]):
+            found = "nothing" if s is None else s.direction
+            if found != direction:
+                raise PlanError(f"{self.label}, {gemm}: needs {operand}.{direction}, found {found}")
 
     @property
     def label(self) -> str:
