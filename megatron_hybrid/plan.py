@@ -16,7 +16,8 @@ from . import gemm as gemms
 from .formats import COLUMNWISE, ROWWISE, nearest
 from .gemm import DIMENSIONS, OPERANDS, DeviceKind, GemmBackend, GemmPair
 from .quantizer import HybridQuantizer, as_matrix
-from .sharding import Sharding, column_gather, covers_other_ranks, cuts_blocks, row_gather
+from .sharding import PAYLOAD as TRAVELS
+from .sharding import ROW_PAYLOAD, Sharding, column_gather, covers_other_ranks, cuts_blocks, row_gather
 from .storage import QuantizedStorage, derive_columnwise
 
 INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
@@ -102,6 +103,13 @@ class GemmPlan:
         if direction == ROWWISE:
             return row_gather(quantizer, rows)
         return column_gather(quantizer, rows, row_is_there=self.gathered == GRAD_OUTPUT)
+
+    def kept_of_gathered(self, rows: int) -> str:
+        """What is kept for backward of this rank's rows of a gathered input; as `saved`."""
+        saved = self.saved[INPUT]
+        if saved == ORIGINAL:
+            return ORIGINAL
+        return {TRAVELS: saved, ROW_PAYLOAD: ROWWISE}.get(self.gather(COLUMNWISE, rows), ORIGINAL)
 
     def cut_shards(self) -> list[str]:
         """``weight.rowwise nvfp4`` of every direction whose blocks end at shard bounds, not where the whole tensor's do.
