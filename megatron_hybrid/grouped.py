@@ -12,6 +12,8 @@ from dataclasses import replace
 import torch
 from torch.autograd.function import once_differentiable
 
+from .grouped_at_once import GroupedCall, GroupedPlan, build, grouped_at_once, why_not
+from .groups import Groups
 from .linear import LOCAL, LinearCall, WeightCache, add_bias, dgrad, fprop, placeholder_gradient, save_for_backward, wgrad
 from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
 from .roles import ModuleRole
@@ -33,6 +35,13 @@ class ExpertRuntimes(torch.nn.ModuleList):
             LinearRuntime(recipe, replace(role, expert=first + e), device, **runtime) for e in range(num_experts)
         )
         self.weight_rows = weight_rows
+        self.one_by_one = False  # True: the loop over experts, always (tests)
+        self._how: tuple | None = None  # (what it was found for, `how`)
+
+    @property
+    def changes(self) -> int:
+        """Grows with every change of an expert's plan."""
+        return sum([runtime.changes for runtime in self])
 
     def plans(self, device) -> list[GemmPlan]:
         """One an expert."""
@@ -52,14 +61,28 @@ class ExpertRuntimes(torch.nn.ModuleList):
         for runtime in self:
             runtime.invalidate()
 
+    def how(self, weight: torch.Tensor) -> GroupedPlan | str:
+        """How all experts run together with an (E, N, K) weight, or why they run one by one. Found once a plan."""
+        key = (weight.device, self.changes, weight.dtype, weight.shape)
+        if self._how is None or self._how[0] != key:
+            plans, shape = self.plans(weight.device), tuple(weight.shape[1:])
+            why = "asked for" if self.one_by_one else why_not(plans, shape)
+            self._how = key, why or build(plans, shape, weight.dtype)
+        return self._how[1]
+
     def forward(self, x: torch.Tensor, weight, bias, m_splits, *, training: bool) -> torch.Tensor:
         """x (T, K), weight (E, N, K), bias (E, N) or None -> (T, N). m_splits: rows of each group, a list or an int
-        tensor (E,). Raises ``ValueError`` when they are not E non-negative numbers that add up to T."""
-        splits = m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
-        if len(splits) != len(self) or min(splits) < 0 or sum(splits) != x.shape[0]:
-            raise ValueError(
-                f"m_splits {splits}: expected {len(self)} numbers >= 0 that add up to the {x.shape[0]} rows of x"
-            )
+        tensor (E,). Raises ``ValueError`` when they are not E non-negative numbers that add up to T (on a GPU they
+        are not read)."""
+        groups = Groups(m_splits, len(self), x.shape[0], x.device)
+        if type(x) is torch.Tensor and type(weight) is torch.nn.Parameter and self[0].observer is None and x.shape[0]:
+            how = self.how(weight)
+            if isinstance(how, GroupedPlan):
+                call = self[0].call(weight.device, LOCAL, training=training)
+                return grouped_at_once(x, weight, bias, GroupedCall(how, call, groups))
+        return self._one_by_one(x, weight, bias, groups.host, training)
+
+    def _one_by_one(self, x, weight, bias, splits: list[int], training: bool) -> torch.Tensor:
         calls, start = [], 0
         for runtime, rows in zip(self, splits):
             call = runtime.call(weight.device, LOCAL, training=training)

@@ -95,6 +95,7 @@ class LinearRuntime(torch.nn.Module):
         self.recipe, self.role, self.backend, self.save_input = recipe, role, backend, save_input
         self.sharding = sharding
         self.step: int | None = None
+        self.changes = 0  # of the plan
         self.keys: RandomKeys | None = None
         self.weight_cache: WeightCache | None = None
         self.weight_owner = None  # `weights.WeightOwner` of a weight that lives quantized
@@ -199,25 +200,20 @@ class LinearRuntime(torch.nn.Module):
 
     # ---- changes of the plan
 
-    def set_step(self, step: int | None) -> bool:
-        """Follow the recipe's step rules: re-plan when this step resolves differently. Returns whether it did."""
-        old, self.step = self.step, step
-        if not self.recipe.has_step_rules:
-            return False
+    def set_step(self, step: int | None) -> None:
+        """Follow the recipe's step rules: re-plan when this step resolves differently."""
         edges = self.recipe.change_steps()
-        # without a step no rule on steps holds, which is a change even for those that hold at every step
-        if old is None or step is None or bisect_right(edges, old) != bisect_right(edges, step):
+        old, self.step = self.step, step
+        if edges and (old is None or step is None or bisect_right(edges, old) != bisect_right(edges, step)):
             if self.recipe.resolve(self.role, step=old) != self.recipe.resolve(self.role, step=step):
                 self.replan(self.recipe)
-                return True
-        return False
 
     def replan(self, recipe: Recipe) -> None:
         """Switch recipe: the new plan is built and checked before anything changes."""
         plans = {device: self.build(recipe, device, self.step) for device in self._plans}
         if self._forward_plan is not None:
             self._superseded.append((torch._C._autograd._get_sequence_nr(), self._plans))
-        self.recipe, self._plans = recipe, plans
+        self.recipe, self._plans, self.changes = recipe, plans, self.changes + 1
         for device, plan in plans.items():
             self._make_state(plan, device)
         self.invalidate()

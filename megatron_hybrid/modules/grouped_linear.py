@@ -7,6 +7,7 @@ import math
 import torch
 
 from ..grouped import ExpertRuntimes
+from ..grouped_at_once import GroupedPlan
 from ..plan import PAYLOAD, GemmPlan
 from ..recipe_callable import as_recipe
 from ..roles import GROUPED_LINEAR, ModuleRole
@@ -48,13 +49,18 @@ class HybridGroupedLinear(torch.nn.Module):
         """One an expert."""
         return self.hq.plans(self.weight.device)
 
+    @property
+    def how(self) -> GroupedPlan | str:
+        """How the experts run together, or why they run one by one."""
+        return self.hq.how(self.weight)
+
     def roles(self):
         """input, weight, output (None), grad_output of every expert."""
         return self.hq.roles()
 
     def forward(self, x: torch.Tensor, m_splits) -> torch.Tensor:
         """x (T, K); m_splits: rows of each group, a list or an int32 tensor (E,). Raises ``ValueError`` when they
-        are not `num_gemms` non-negative numbers that add up to T."""
+        are not `num_gemms` non-negative numbers that add up to T; on a GPU they stay there, unread."""
         return self.hq(x, self.weight, self.bias, m_splits, training=self.training)
 
     def extra_repr(self) -> str:

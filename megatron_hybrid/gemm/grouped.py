@@ -1,0 +1,201 @@
+"""GEMMs of all groups of a grouped linear at once.
+
+==========  ==================================  =====================================================================
+gemm        operands                            result
+==========  ==================================  =====================================================================
+fprop       x (T, K) by rows, w (E, N, K)       y (T, N): each row with its group's weight
+dgrad       dy (T, N) by rows, w (E, K, N)      dx (T, K)
+wgrad       dy (T', N), x (T', K) by columns    dw (E, N, K): each group's rows contracted; T' with whole blocks
+==========  ==================================  =====================================================================
+
+A loop over the groups runs every pair on every device, bit for bit as dense linears would, but must know the groups'
+sizes on the host. The others do not: one launch, and sizes stay on the device.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ..groups import Groups
+from ..stacked import GroupedColumns, StackedWeight, rows_of
+from ..storage import QuantizedStorage
+from .backend import GemmPair, finish
+from .backends import bf16_operand, epilogue_scale, fits_bf16
+from .scaled_mm import ROW, scale_kind
+
+_ALIGN = 16  # bytes: rows of a matrix, and groups along the contraction, begin at multiples of this
+_HOPPER = (9, 0)
+
+
+class GroupedBackend(Protocol):
+    """One way to run the gemms of all groups. needs_host: whether it must know their sizes on the host."""
+
+    name: str
+    needs_host: bool
+
+    def reason(self, pair: GemmPair, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
+        """None when it can run the pair for (E, N, K) weights, shape = (N, K), in this dtype; else why not."""
+
+    def alignment(self, pair: GemmPair) -> int:
+        """The multiple of rows at which groups of columns must begin; 1 for fprop and dgrad."""
+
+    def rows(self, gemm: str, plans, a: QuantizedStorage, w: StackedWeight, groups: Groups, dtype) -> torch.Tensor:
+        """fprop or dgrad. plans: one an expert, whose counts of gemms grow."""
+
+    def contract(self, plans, a: GroupedColumns, b: GroupedColumns, dtype, accumulate_into=None) -> torch.Tensor:
+        """wgrad, or added to `accumulate_into`, (E, N, K)."""
+
+
+class GroupedLoop:
+    """The dense backends of the plan, group by group."""
+
+    name, needs_host = "loop", True
+
+    def reason(self, pair, shape, dtype):
+        return None
+
+    def alignment(self, pair):
+        return 1
+
+    def rows(self, gemm, plans, a, w, groups, dtype):
+        outputs, start = [], 0
+        for expert, (plan, size) in enumerate(zip(plans, groups.host)):
+            outputs.append(plan.run(gemm, rows_of(a, start, size), w.piece(expert), dtype))
+            start += size
+        return torch.cat(outputs)
+
+    def contract(self, plans, a, b, dtype, accumulate_into=None):
+        results = [
+            plan.run(
+                "wgrad", a.piece(expert), b.piece(expert), dtype,
+                accumulate_into=None if accumulate_into is None else accumulate_into[expert],
+            )
+            for expert, plan in enumerate(plans)
+        ]  # fmt: skip
+        return torch.stack(results) if accumulate_into is None else accumulate_into
+
+
+class GroupedMm:
+    """`torch._grouped_mm` in bf16, for high precision and for formats whose decode is exact in bf16.
+
+    Sums are in FP32 and rounded to bf16; outer scales are multiplied on after that, a second rounding.
+    """
+
+    name, needs_host = "grouped_mm", False
+
+    def reason(self, pair, shape, dtype):
+        if pair.device.type != "cuda":
+            return f"needs a CUDA device, found {pair.device}"
+        if dtype != torch.bfloat16:
+            return f"needs bf16 tensors, found {dtype}"
+        for fmt in (pair.a, pair.b):
+            if not fits_bf16(fmt):
+                return f"{fmt} does not decode to bf16 exactly"
+            if fmt.is_quantized and pair.gemm == "wgrad" and fmt.outer_axis != "none":
+                return f"{fmt} has a scale a group"
+        return _unaligned(shape, 2)
+
+    def alignment(self, pair):
+        quantized = pair.gemm == "wgrad" and (pair.a.is_quantized or pair.b.is_quantized)
+        return _ALIGN // 2 if quantized else 1  # high precision keeps its rows as they are, contraction not contiguous
+
+    def rows(self, gemm, plans, a, w, groups, dtype):
+        _count(plans, gemm)
+        y = torch._grouped_mm(bf16_operand(a), _bf16_stack(w).transpose(1, 2), offs=groups.layout(1).ends)
+        if (scale := epilogue_scale(a)) is not None:
+            y = y * scale.reshape(-1, 1)
+        if isinstance(w.payload, QuantizedStorage) and (scale := epilogue_scale(w.payload)) is not None:
+            y = y * scale.view(w.num, -1)[groups.of_row]
+        return y.to(dtype)
+
+    def contract(self, plans, a, b, dtype, accumulate_into=None):
+        _count(plans, "wgrad")
+        dw = torch._grouped_mm(_bf16_columns(a), _bf16_columns(b).T, offs=a.layout.ends)
+        return finish(dw, dtype, accumulate_into)
+
+
+class ScaledGroupedMm:
+    """`torch._scaled_grouped_mm`: E4M3 with a scale a row, on Hopper. The result is bf16."""
+
+    name, needs_host = "scaled_grouped_mm", False
+
+    def reason(self, pair, shape, dtype):
+        if pair.device.capability != _HOPPER:
+            return f"needs sm_90, found {pair.device}"
+        if not all(scale_kind(fmt) == ROW and fmt.element == "e4m3" for fmt in (pair.a, pair.b)):
+            return f"takes E4M3 with a scale a row, found {pair.a} x {pair.b}"
+        if dtype != torch.bfloat16:
+            return f"gives bf16, asked for {dtype}"
+        return _unaligned(shape, 1)
+
+    def alignment(self, pair):
+        return _ALIGN if pair.gemm == "wgrad" else 1
+
+    def rows(self, gemm, plans, a, w, groups, dtype):
+        _count(plans, gemm)
+        codes = _codes(w.payload.qdata).view(w.num, *w.shape)
+        return torch._scaled_grouped_mm(
+            _codes(a.qdata), codes.transpose(1, 2), a.scale.reshape(-1), w.payload.scale.view(w.num, -1),
+            offs=groups.layout(1).ends, out_dtype=torch.bfloat16, use_fast_accum=_fast(plans, gemm),
+        )  # fmt: skip
+
+    def contract(self, plans, a, b, dtype, accumulate_into=None):
+        _count(plans, "wgrad")
+        dw = torch._scaled_grouped_mm(
+            _codes(a.payload.qdata), _codes(b.payload.qdata).T, a.payload.scale.reshape(-1), b.payload.scale.reshape(-1),
+            offs=a.layout.ends, out_dtype=torch.bfloat16, use_fast_accum=_fast(plans, "wgrad"),
+        )  # fmt: skip
+        return finish(dw, dtype, accumulate_into)
+
+
+NATIVE, BF16, LOOP = ScaledGroupedMm(), GroupedMm(), GroupedLoop()
+BACKENDS: tuple[GroupedBackend, ...] = (NATIVE, BF16, LOOP)
+
+
+def choose(step, shape: tuple[int, int], dtype: torch.dtype) -> GroupedBackend:
+    """For a `GemmStep` of the experts' plan: what runs as the plan says, native or emulated, without the host first."""
+    if step.native and step.pair.is_quantized:
+        return LOOP if NATIVE.reason(step.pair, shape, dtype) else NATIVE
+    if step.backend.name == "reference":  # asked for by name
+        return LOOP
+    return LOOP if BF16.reason(step.pair, shape, dtype) else BF16
+
+
+def reasons(pair: GemmPair, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, str | None]:
+    """Why each backend cannot run a pair."""
+    return {backend.name: backend.reason(pair, shape, dtype) for backend in BACKENDS}
+
+
+def _unaligned(shape: tuple[int, int], element_size: int) -> str | None:
+    """Rows of every operand and result must begin at multiples of 16 bytes."""
+    multiple = _ALIGN // element_size
+    wrong = [size for size in shape if size % multiple]
+    return f"N and K must be multiples of {multiple}, found {shape[0]} and {shape[1]}" if wrong else None
+
+
+def _count(plans, gemm: str) -> None:
+    """One gemm of every expert, on its plan's backend."""
+    for plan in plans[:1]:
+        plan.calls[gemm, getattr(plan, gemm).backend.name] += len(plans)
+
+
+def _fast(plans, gemm: str) -> bool:
+    return getattr(plans[0], gemm).pair.accumulate == "fast"
+
+
+def _codes(qdata: torch.Tensor) -> torch.Tensor:
+    return qdata.view(torch.float8_e4m3fn)
+
+
+def _bf16_stack(w: StackedWeight) -> torch.Tensor:
+    """(E, rows, contraction) in bf16, outer scales left out."""
+    if isinstance(w.payload, torch.Tensor):
+        return w.high_precision()
+    return bf16_operand(w.payload).view(w.num, *w.shape)
+
+
+def _bf16_columns(columns: GroupedColumns) -> torch.Tensor:
+    """(rows, T') in bf16: contraction contiguous where it was quantized."""
+    return bf16_operand(columns.payload)

@@ -1,0 +1,182 @@
+"""The grouped linear with one cast of all groups an operand, and one GEMM where the device has one.
+
+What is computed is what grouped.py's loop over experts computes; on the CPU bit for bit. It is used where every
+expert has the same plan and a cast of all groups gives the bytes of a cast of each (stacked.py says where not).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .formats import COLUMNWISE, ROWWISE
+from .gemm import grouped as gemms
+from .groups import Groups
+from .linear import LinearCall, placeholder_gradient, save_for_backward
+from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
+from .stacked import GroupedColumns, StackedWeight, columns_alignment, unstackable
+from .storage import QuantizedStorage
+
+
+@dataclass(frozen=True)
+class GroupedPlan:
+    """How the gemms of all experts run together.
+
+    plans       one an expert, equal but for their names
+    fprop, dgrad, wgrad    backends of gemm/grouped.py
+    alignment   the multiple of rows at which groups begin in wgrad's operands: what its formats and its backend need
+    """
+
+    plans: tuple[GemmPlan, ...]
+    fprop: gemms.GroupedBackend
+    dgrad: gemms.GroupedBackend
+    wgrad: gemms.GroupedBackend
+    alignment: int
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether a gemm must know the sizes of groups on the host, and waits for the device when it knows them alone."""
+        return any(backend.needs_host for backend in (self.fprop, self.dgrad, self.wgrad))
+
+    def __str__(self) -> str:
+        names = ", ".join(f"{gemm} {getattr(self, gemm).name}" for gemm in ("fprop", "dgrad", "wgrad"))
+        return f"{names}; groups padded to {self.alignment} rows in wgrad"
+
+
+def why_not(plans: list[GemmPlan], shape: tuple[int, int]) -> str | None:
+    """Why the experts with these plans run one by one; None where they run at once. shape: (N, K) of a weight."""
+    first = plans[0]
+    for plan in plans[1:]:
+        if (plan.steps(), plan.quantizers, plan.saved) != (first.steps(), first.quantizers, first.saved):
+            return "experts have different plans"
+    return unstackable(first, *shape)
+
+
+def build(plans: list[GemmPlan], shape: tuple[int, int], dtype: torch.dtype) -> GroupedPlan:
+    """The plan of experts for which `why_not` says None."""
+    first = plans[0]
+    chosen = {gemm: gemms.choose(step, shape, dtype) for gemm, step in first.steps().items()}
+    need = [columns_alignment(first), chosen["wgrad"].alignment(first.wgrad.pair)]
+    return GroupedPlan(tuple(plans), **chosen, alignment=max(need))  # powers of two
+
+
+@dataclass(frozen=True)
+class GroupedCall:
+    """One call: how, what its casts read, and where the groups are."""
+
+    how: GroupedPlan
+    call: LinearCall  # of the first expert; random bits count rows of the whole tensor
+    groups: Groups
+
+    def rows(self, operand: str, x: torch.Tensor) -> QuantizedStorage:
+        """The rowwise payload of x (T, K)."""
+        return self.call.plan.quantize(operand, x, rowwise=True, **self.call.keys(operand))[0]
+
+    def columns(self, operand: str, source: torch.Tensor | QuantizedStorage) -> GroupedColumns:
+        """The columnwise payload of a tensor (T, K), or of what its rowwise payload decodes to."""
+        if isinstance(source, QuantizedStorage):
+            source = source.dequantize(source.dtype)
+        plan, layout = self.call.plan, self.groups.layout(self.how.alignment)
+        return GroupedColumns.make(
+            source, plan.quantizers[operand].columnwise, layout, transposed=plan.transposed(operand)
+        )
+
+    def weight(self, weight: torch.Tensor, *, rowwise=False, columnwise=False):
+        """(rowwise, columnwise) payloads of the weight, from its cache where there is one."""
+        cache = self.call.weight_cache
+        if cache is None:
+            return self._cast_weight(weight, rowwise=rowwise, columnwise=columnwise)
+        return cache.get(weight, self._cast_weight, (rowwise, columnwise))
+
+    def kept_input(self, kept: torch.Tensor | QuantizedStorage) -> GroupedColumns:
+        """The columnwise payload, from what forward kept."""
+        if isinstance(kept, QuantizedStorage) and kept.direction == COLUMNWISE:
+            return GroupedColumns(kept, self.groups.layout(self.how.alignment))
+        return self.columns(INPUT, kept)
+
+    def kept_weight(self, kept: torch.Tensor | QuantizedStorage) -> StackedWeight:
+        """The columnwise payload, from what forward kept."""
+        plan = self.call.plan
+        quantizer, saved = plan.quantizers[WEIGHT], plan.saved[WEIGHT]
+        num = self.groups.num
+        if saved == COLUMNWISE:
+            return StackedWeight(kept, COLUMNWISE, quantizer.columnwise, num)
+        if saved == ROWWISE:
+            kept = StackedWeight(kept, ROWWISE, quantizer.rowwise, num).dequantize()
+        return StackedWeight.make(kept, quantizer.columnwise, COLUMNWISE)
+
+    def _cast_weight(self, weight, *, rowwise, columnwise):
+        quantizer, row, col = self.call.plan.quantizers[WEIGHT], None, None
+        derived = columnwise and quantizer.derives_columnwise
+        if rowwise or derived:
+            row = StackedWeight.make(weight, quantizer.rowwise, ROWWISE)
+        if columnwise:
+            source = row.dequantize() if derived else weight
+            col = StackedWeight.make(source, quantizer.columnwise, COLUMNWISE)
+        return row if rowwise else None, col
+
+
+class GroupedAtOnceFunction(torch.autograd.Function):
+    """The three equations for all groups. x (T, K), weight (E, N, K), bias (E, N) or None."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, call: GroupedCall):
+        needs = ctx.needs_input_grad
+        y, x_kept, w_kept = forward(x, weight, bias, call, keep_input=needs[1], keep_weight=needs[0])
+        ctx.call, ctx.weight, ctx.dtype = call, weight, x.dtype
+        ctx.unpack = save_for_backward(ctx, x_kept, w_kept)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        call, weight, needs = ctx.call, ctx.weight, ctx.needs_input_grad
+        how, plans, groups = call.how, call.how.plans, call.groups
+        x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
+        dx, dw, db = None, None, None
+        if needs[0]:
+            w_col = call.kept_weight(w_kept)
+            dx = how.dgrad.rows("dgrad", plans, call.rows(GRAD_OUTPUT, dy), w_col, groups, ctx.dtype)
+        if needs[1]:
+            x_col = call.kept_input(x_kept)
+            main_grad = getattr(weight, "main_grad", None)
+            dw = how.wgrad.contract(plans, call.columns(GRAD_OUTPUT, dy), x_col, weight.dtype, main_grad)
+            dw = dw if main_grad is None else placeholder_gradient(weight)
+        if needs[2]:
+            db = group_sums(dy, groups)
+        return dx, dw, db, None
+
+
+def forward(x, weight, bias, call: GroupedCall, *, keep_input: bool, keep_weight: bool):
+    """y (T, N), and what the plan keeps of x and of w for backward (None where nothing is needed)."""
+    saved, quantizers = call.call.plan.saved, call.call.plan.quantizers
+    x_row = call.rows(INPUT, x)
+    w_row, w_col = call.weight(weight, rowwise=True, columnwise=keep_weight and saved[WEIGHT] == COLUMNWISE)
+    y = call.how.fprop.rows("fprop", call.how.plans, x_row, w_row, call.groups, x.dtype)
+    if bias is not None:
+        y = (y + bias[call.groups.of_row]).to(y.dtype)
+    x_kept = w_kept = None
+    if keep_input:
+        x_kept = {ORIGINAL: x, ROWWISE: x_row}.get(saved[INPUT])
+        if x_kept is None:
+            x_kept = call.columns(INPUT, x_row if quantizers[INPUT].derives_columnwise else x).payload
+    if keep_weight:
+        w_kept = weight if saved[WEIGHT] == ORIGINAL else {ROWWISE: w_row, COLUMNWISE: w_col}[saved[WEIGHT]].payload
+    return y, x_kept, w_kept
+
+
+def group_sums(dy: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Sums of each group's rows: dy (T, N) -> (E, N)."""
+    if groups.known_to_host:
+        return torch.stack([part.sum(dim=0) for part in dy.split(groups.host)])
+    lengths = groups.sizes
+    return torch.segment_reduce(dy.float(), "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0).to(dy.dtype)
+
+
+def grouped_at_once(x, weight, bias, call: GroupedCall) -> torch.Tensor:
+    """`y[group e] = x[group e] @ weight[e].T + bias[e]` for all groups."""
+    if not torch.is_grad_enabled():
+        return forward(x, weight, bias, call, keep_input=False, keep_weight=False)[0]
+    return GroupedAtOnceFunction.apply(x, weight, bias, call)

@@ -1,0 +1,61 @@
+"""Columnwise casts of row-scaled FP8 for all groups at once: a scale for every group and column.
+
+The arithmetic is docs/numerics.md's FP32 rule in torch operations; tests hold it to the kernels' bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .formats import COLUMNWISE, ELEMENTS, Format
+from .groups import Layout
+from .scaling import FLT_MAX
+from .storage import QuantizedStorage
+
+_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_SIGN_AND_EXPONENT = -(1 << 23)  # 0xff800000 as an int32
+
+
+def row_scaled_columns(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
+    """x (rows, K), spread out by `layout` -> payload stored (K, rows), with scales (E, K).
+
+    NaN and Inf leave their group's column with scale 1, as in a cast of the group alone. Rows after the last group
+    get codes that nothing reads.
+    """
+    blocks = layout.align
+    group = _group_of_blocks(layout, x.shape[0] // blocks)
+    amax = x.abs().view(-1, blocks, x.shape[1]).amax(1).float()  # (blocks of rows, K)
+    amax = _segment_max(amax, group, layout.groups.num)
+    enc = encode_scale(amax, fmt)
+    values = x.view(-1, blocks, x.shape[1]).float() * enc[group].unsqueeze(1)
+    codes = encode(values.view(x.shape), fmt).T.contiguous()
+    return QuantizedStorage(fmt, COLUMNWISE, tuple(x.shape), x.dtype, True, codes, torch.ones_like(enc) / enc)
+
+
+def _group_of_blocks(layout: Layout, num_blocks: int) -> torch.Tensor:
+    """int64: the group of each block of `align` rows."""
+    first_rows = torch.arange(num_blocks, device=layout.ends.device, dtype=torch.int32) * layout.align
+    return torch.searchsorted(layout.ends, first_rows, right=True).clamp_(max=layout.groups.num - 1)
+
+
+def _segment_max(amax: torch.Tensor, group: torch.Tensor, num: int) -> torch.Tensor:
+    """(blocks, K) -> (E, K), 0 for groups without a block. NaN propagates: its bits are the largest."""
+    out = torch.zeros(num, amax.shape[1], dtype=torch.int32, device=amax.device)
+    bits = amax.view(torch.int32)  # non-negative floats are ordered like their bits
+    return out.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax").view(torch.float32)
+
+
+def encode_scale(amax: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """max / amax; 1 where the amax is 0, Inf or NaN."""
+    a = torch.where(amax < fmt.eps, torch.full_like(amax, fmt.eps), amax)
+    scale = (torch.full_like(a, ELEMENTS[fmt.element].max) / a).clamp(max=FLT_MAX)
+    if fmt.pow2:
+        scale = (scale.view(torch.int32) & _SIGN_AND_EXPONENT).view(torch.float32)
+    return torch.where((a > 0) & (a <= FLT_MAX), scale, torch.ones_like(scale))
+
+
+def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
+    """uint8 codes of FP32 values: nearest even, saturating, one NaN."""
+    largest = ELEMENTS[fmt.element].max
+    values = torch.where(values == values, values.clamp(-largest, largest), torch.full_like(values, float("nan")))
+    return values.to(_DTYPES[fmt.element]).view(torch.uint8)

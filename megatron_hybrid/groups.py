@@ -1,0 +1,115 @@
+"""Row groups of a grouped linear: where each begins and ends, on the device, and rows spread out to whole blocks.
+
+Nothing here waits for the device unless `Groups.host` is asked for the sizes of groups that only the device knows.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Groups:
+    """`num` contiguous groups of rows of a (T, K) tensor.
+
+    splits: rows of each group, a list or an int tensor (E,). rows: T. device: of the tensor. Raises ``ValueError``
+    when the sizes are known to the host and are not E non-negative numbers that add up to T; sizes on a GPU are not
+    read, and must.
+    """
+
+    def __init__(self, splits, num: int, rows: int, device: torch.device):
+        on_device = isinstance(splits, torch.Tensor) and splits.device.type != "cpu"
+        self.num, self.rows, self.device = num, rows, device
+        self._host = None if on_device else splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
+        self._device = splits if on_device else None
+        self._layouts: dict[int, Layout] = {}
+        if self._host is None and splits.shape != (num,):
+            raise ValueError(f"m_splits of shape {tuple(splits.shape)}: expected ({num},)")
+        if self._host is not None and (len(self._host) != num or min(self._host) < 0 or sum(self._host) != rows):
+            raise ValueError(f"m_splits {self._host}: expected {num} numbers >= 0 that add up to the {rows} rows of x")
+
+    @property
+    def host(self) -> list[int]:
+        """Rows of each group. Waits for the device when only it knows them."""
+        if self._host is None:
+            self._host = self._device.tolist()
+        return self._host
+
+    @property
+    def known_to_host(self) -> bool:
+        return self._host is not None
+
+    @property
+    def sizes(self) -> torch.Tensor:
+        """int64 (E,) on the device."""
+        if self._device is None:
+            sizes = torch.tensor(self._host, dtype=torch.int64)
+            if self.device.type == "cuda":
+                sizes = sizes.pin_memory().to(self.device, non_blocking=True)
+            self._device = sizes
+        return self._device.long()
+
+    @property
+    def of_row(self) -> torch.Tensor:
+        """int64 (T,): the group of each row."""
+        ends = self.sizes.cumsum(0)
+        rows = torch.arange(self.rows, device=self.device)
+        return torch.searchsorted(ends, rows, right=True).clamp_(max=self.num - 1)
+
+    def layout(self, align: int) -> Layout:
+        """The rows with every group starting at a multiple of `align`."""
+        if align not in self._layouts:
+            self._layouts[align] = Layout(self, align)
+        return self._layouts[align]
+
+
+class Layout:
+    """Rows spread out so that every group begins at a multiple of `align`, with rows of zeros in between.
+
+    rows: of the spread-out tensor. Where only the device knows the sizes there is room for any sizes, and the rows
+    after the last group belong to none.
+    """
+
+    def __init__(self, groups: Groups, align: int):
+        self.groups, self.align = groups, align
+        if groups.known_to_host:
+            self.rows = sum(-(-size // align) * align for size in groups.host)
+        else:
+            most = groups.rows + groups.num * (align - 1)
+            self.rows = groups.rows if align == 1 else -(-most // align) * align
+        self._ends = self._place = None
+
+    @property
+    def ends(self) -> torch.Tensor:
+        """int32 (E,): where each group ends, its zeros included."""
+        if self._ends is None:
+            self._ends = self._padded().cumsum(0).to(torch.int32)
+        return self._ends
+
+    def _padded(self) -> torch.Tensor:
+        sizes = self.groups.sizes
+        return sizes if self.align == 1 else (sizes + (self.align - 1)) // self.align * self.align
+
+    @property
+    def place(self) -> torch.Tensor | None:
+        """int64 (T,): the row that each row is moved to; None where all stay."""
+        if self.align == 1:
+            return None
+        if self._place is None:
+            sizes, padded = self.groups.sizes, self._padded()
+            shift = (padded.cumsum(0) - padded) - (sizes.cumsum(0) - sizes)
+            self._place = torch.arange(self.groups.rows, device=self.groups.device) + shift[self.groups.of_row]
+        return self._place
+
+    def spread(self, x: torch.Tensor) -> torch.Tensor:
+        """x (T, K) -> (rows, K)."""
+        if self.place is None:
+            return x
+        return x.new_zeros(self.rows, x.shape[1]).index_copy_(0, self.place, x)
+
+    def starts(self) -> list[int]:
+        """Where each group begins; see `Groups.host`."""
+        at, starts = 0, []
+        for size in self.groups.host:
+            starts.append(at)
+            at += -(-size // self.align) * self.align
+        return starts

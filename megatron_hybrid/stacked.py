@@ -1,0 +1,157 @@
+"""Payloads of all groups at once: what one cast makes, and each group's part of it.
+
+    rows      input and grad_output, rowwise: the cast of the concatenated rows, wherever scales do not span rows
+    columns   the same, columnwise: the cast of the rows spread out to whole blocks, so that no block spans groups
+    weight    (E, N, K) cast as the matrix of all experts' rows; columnwise as that of all experts' transposed rows
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from .formats import COLUMNWISE, ROWWISE, Format
+from .groups import Layout
+from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
+from .storage import QuantizedStorage, cast, high_precision_storage
+from .storage_layout import ROWS, narrow, stored_dim, transpose
+
+
+def unstackable(plan: GemmPlan, out_features: int, in_features: int) -> str | None:
+    """Why one cast of all groups would not give the bytes of a cast of each; None where it does."""
+    for operand, quantizer in plan.quantizers.items():
+        for direction, fmt in zip((ROWWISE, COLUMNWISE), quantizer.formats()):
+            if operand == WEIGHT:
+                rows = out_features if direction == ROWWISE else in_features
+                why = _weight_reason(fmt, rows)
+            else:
+                why = _rows_reason(fmt) if direction == ROWWISE else _columns_reason(fmt)
+            if why is not None:
+                return f"{operand}.{direction} {fmt}: {why}"
+    return None
+
+
+def _rows_reason(fmt: Format) -> str | None:
+    if fmt.is_quantized and fmt.outer_axis == "tensor":
+        return "a group has one scale or amax"
+    return "a scale spans rows" if fmt.is_quantized and fmt.tile else None
+
+
+def _columns_reason(fmt: Format) -> str | None:
+    if not fmt.is_quantized or fmt.family == "fp8_rowwise":
+        return None
+    if fmt.outer_axis != "none":
+        return "a group has amaxes of its own"
+    return "random bits follow rows, which are moved" if fmt.sr else None
+
+
+def _weight_reason(fmt: Format, rows: int) -> str | None:
+    if not fmt.is_quantized:
+        return None
+    if fmt.outer_axis == "tensor":
+        return "an expert has one scale or amax"
+    if fmt.sr:
+        return "random bits follow rows, which are transposed"
+    block = fmt.block(ROWWISE)[0]
+    return f"a tile spans experts of {rows} rows" if rows % block else None
+
+
+def columns_alignment(plan: GemmPlan) -> int:
+    """The multiple at which groups begin where no column block of this plan's wgrad spans two of them."""
+    blocks = [plan.quantizers[op].columnwise.block(COLUMNWISE)[0] for op in (INPUT, GRAD_OUTPUT)]
+    return max([1, *(block for block in blocks if block)])
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """One direction of an (E, N, K) weight: of every expert a matrix (rows, contraction).
+
+    payload: rowwise payload of (E * rows, contraction), or the weight itself in high precision, (E, N, K).
+    """
+
+    payload: QuantizedStorage | torch.Tensor
+    direction: str
+    format: Format
+    num: int
+
+    @classmethod
+    def make(cls, weight: torch.Tensor, fmt: Format, direction: str) -> StackedWeight:
+        num = weight.shape[0]
+        if not fmt.is_quantized:
+            return cls(weight, direction, fmt, num)
+        stack = weight if direction == ROWWISE else weight.transpose(1, 2)
+        stack = stack.reshape(-1, stack.shape[-1])  # a copy of the transposed weight: one cast reads two strides
+        return cls(cast(stack, fmt, ROWWISE, dtype=weight.dtype), direction, fmt, num)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(rows, contraction) of one expert's matrix."""
+        if isinstance(self.payload, torch.Tensor):
+            _, N, K = self.payload.shape
+            return (N, K) if self.direction == ROWWISE else (K, N)
+        return self.payload.shape[0] // self.num, self.payload.shape[1]
+
+    def high_precision(self) -> torch.Tensor:
+        """(E, rows, contraction) in high precision; a view."""
+        assert isinstance(self.payload, torch.Tensor)
+        return self.payload if self.direction == ROWWISE else self.payload.transpose(1, 2)
+
+    def dequantize(self) -> torch.Tensor:
+        """The weight (E, N, K) that the payload decodes to, in the nominal dtype."""
+        if isinstance(self.payload, torch.Tensor):
+            return self.payload
+        values = self.payload.dequantize(self.payload.dtype).view(self.num, *self.shape)
+        return values if self.direction == ROWWISE else values.transpose(1, 2)
+
+    def piece(self, expert: int) -> QuantizedStorage:
+        """One expert's payload, as a cast of its (N, K) weight would make it."""
+        if isinstance(self.payload, torch.Tensor):
+            weight = self.payload[expert]
+            return high_precision_storage(weight, self.format, self.direction, weight.dtype)
+        rows = self.shape[0]
+        piece, _ = narrow(self.payload, ROWS, expert * rows, rows)
+        return piece if self.direction == ROWWISE else transpose(piece)
+
+
+@dataclass(frozen=True)
+class GroupedColumns:
+    """Columnwise payload of rows spread out by `layout`. Row-scaled FP8 has a scale a group and column: (E, K)."""
+
+    payload: QuantizedStorage
+    layout: Layout
+
+    @classmethod
+    def make(cls, x: torch.Tensor, fmt: Format, layout: Layout, *, transposed: bool) -> GroupedColumns:
+        """x (T, K). One launch for all groups."""
+        x = layout.spread(x)
+        if fmt.family == "fp8_rowwise":
+            from .grouped_columns import row_scaled_columns
+
+            return cls(row_scaled_columns(x, fmt, layout), layout)
+        return cls(cast(x, fmt, COLUMNWISE, transposed=transposed), layout)
+
+    def piece(self, group: int) -> QuantizedStorage:
+        """One group's payload, as a cast of its rows would make it."""
+        start, rows = self.layout.starts()[group], self.layout.groups.host[group]
+        s = self.payload
+        if s.scale is not None and s.format.family == "fp8_rowwise":
+            s = replace(s, scale=s.scale[group : group + 1])
+        return rows_of(s, start, rows)
+
+
+def rows_of(s: QuantizedStorage, start: int, rows: int) -> QuantizedStorage:
+    """Rows [start, start + rows) of a payload; `start` is a multiple of its blocks' rows, the end need not be."""
+    K, axis = s.shape[1], stored_dim(s, ROWS)
+    if not s.format.is_quantized:
+        return replace(s, shape=(rows, K), qdata=s.qdata.narrow(0, start, rows))
+    if axis == 0 or s.format.bits == 8:
+        qdata = s.qdata.narrow(axis, start, rows)
+    else:
+        qdata = s.qdata.narrow(axis, start * s.format.bits // 8, -(-rows * s.format.bits // 8))
+    scale, outer, block = s.scale, s.outer_amax, s.format.block(s.direction)[0]
+    if scale is not None and block is not None:
+        scale = scale.narrow(0, start // block, -(-rows // block))
+    if outer is not None and outer.dim() == 2 and s.direction == ROWWISE:
+        outer = outer.narrow(0, start, rows)
+    return replace(s, shape=(rows, K), qdata=qdata, scale=scale, outer_amax=outer)

@@ -1,0 +1,259 @@
+"""All groups at once: the bytes and results of the loop over experts, in one cast an operand (properties 41 to 43)."""
+
+import pytest
+import torch
+from linear_cases import counted_casts, gradients, randn, recipe
+
+import megatron_hybrid as mh
+from megatron_hybrid.gemm import grouped as gemms
+from megatron_hybrid.grouped_at_once import GroupedPlan
+from megatron_hybrid.grouped_columns import row_scaled_columns
+from megatron_hybrid.groups import Groups
+from megatron_hybrid.stacked import GroupedColumns, StackedWeight
+from megatron_hybrid.testing.assertions import assert_bitwise_equal
+
+K, N, EXPERTS = 128, 256, 4
+SPLITS = [[44, 20, 7, 1], [0, 64, 0, 33], [1, 0, 0, 0], [32, 128, 16, 64]]
+DERIVED = {"columnwise_source": {"input": "rowwise_dequantized", "weight": "rowwise_dequantized"}}
+AT_ONCE = {
+    "bf16": recipe("high_precision", "high_precision", "high_precision"),
+    "mxfp8": recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"),
+    "rowscaled": recipe("nvfp4:row_scaled", "mxfp8_e4m3", "mxfp8_e4m3", **DERIVED),
+    "fp8_rowwise": recipe("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
+    "fp8_rowwise_pow2": recipe("fp8_rowwise_e4m3:pow2", "fp8_rowwise_e5m2:eps=1e-3", "fp8_rowwise_e4m3:pow2,eps=1e-3"),
+    "fp8_block": mh.Recipe.load("fp8_block"),
+    "backward in high precision": recipe("mxfp8_e4m3", "high_precision", "high_precision"),
+    "forward in high precision": recipe("high_precision", "mxfp8_e4m3", "mxfp8_e4m3"),
+    "three": recipe("fp8_rowwise_e4m3", "mxfp8_e4m3", "fp8_block_e4m3"),
+    "dequantized": recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3").with_backward("dequantized"),
+    "random rows": recipe("high_precision", {"grad_output": "nvfp4:row_scaled,sr", "weight": "nvfp4:row_scaled"}, "mxfp8_e4m3"),
+}
+ONE_BY_ONE = {
+    "nvfp4": (recipe("nvfp4", "nvfp4", "nvfp4"), "input.rowwise nvfp4: a group has one scale or amax"),
+    "fp8_current": (mh.Recipe.load("fp8_current"), "a group has one scale"),
+    "fp8_delayed": (mh.Recipe.load("fp8_delayed"), "a group has one scale"),
+    "row-scaled columns": (recipe("mxfp8_e4m3", "mxfp8_e4m3", "nvfp4:row_scaled"), "a group has amaxes of its own"),
+    "tiled rows": (recipe("mxfp8_e4m3:2d", "mxfp8_e4m3:2d", "mxfp8_e4m3:2d"), "a scale spans rows"),
+}  # fmt: skip
+
+
+def grouped(rcp, *, one_by_one=False, experts=EXPERTS, shape=(N, K), bias=True, **kw):
+    torch.manual_seed(1)
+    m = mh.HybridGroupedLinear(experts, shape[1], shape[0], bias, recipe=rcp, name="experts.fc1", dtype=torch.bfloat16, **kw)
+    mh.prepare(m, seed=3).begin_step(1)
+    m.hq.one_by_one = one_by_one
+    return m
+
+
+def data(rows, shape=(N, K)):
+    return randn(rows, shape[1], seed=0), randn(rows, shape[0], seed=1)
+
+
+@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("splits", SPLITS)
+def test_p42_p43_c08_c09_equals_the_loop_bit_for_bit(name, splits):
+    x, dy = data(sum(splits))
+    m, loop = grouped(AT_ONCE[name]), grouped(AT_ONCE[name], one_by_one=True)
+    assert isinstance(m.how, GroupedPlan) and loop.how == "asked for"
+    for found, expected in zip(gradients(m, x, dy, splits), gradients(loop, x, dy, splits), strict=True):
+        assert torch.equal(found, expected)
+    assert m.plans()[0].calls == loop.plans()[0].calls
+    with torch.no_grad():
+        assert torch.equal(m(x, torch.tensor(splits)), loop(x, splits))
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_what_cannot_be_cast_at_once_says_why(name):
+    rcp, why = ONE_BY_ONE[name]
+    assert why in grouped(rcp).how
+
+
+def test_tiles_that_span_experts_and_mixed_experts_run_one_by_one():
+    assert "a tile spans experts of 192 rows" in grouped(mh.Recipe.load("fp8_block"), shape=(192, 128)).how
+    mixed = recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3", rules=[{"match": {"experts": 2}, "use": "high_precision"}])
+    m = grouped(mixed)
+    assert m.how == "experts have different plans"
+    mh.prepare(m, AT_ONCE["mxfp8"])
+    assert isinstance(m.how, GroupedPlan)
+
+
+def test_an_expert_s_own_step_rule_ends_it():
+    rules = [{"match": {"experts": 1, "steps": "3:"}, "use": "high_precision"}]
+    m = grouped(recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3", rules=rules))
+    controller = mh.prepare(m)
+    found = []
+    for step in (1, 3):
+        controller.begin_step(step)
+        found.append(m.how)
+    assert isinstance(found[0], GroupedPlan) and found[1] == "experts have different plans"
+
+
+@pytest.mark.parametrize("name", ["mxfp8", "rowscaled", "bf16", "fp8_rowwise"])
+@pytest.mark.parametrize("experts", [2, 16])
+def test_p41_one_cast_an_operand_and_direction_whatever_the_number_of_experts(name, experts):
+    m = grouped(AT_ONCE[name], experts=experts)
+    splits = [5] * experts
+    x, dy = data(sum(splits))
+    with counted_casts() as casts:
+        gradients(m, x, dy, splits)
+    kernels = {"bf16": 0, "mxfp8": 6, "rowscaled": 6, "fp8_rowwise": 4}[name]  # row-scaled columns are no kernel's
+    assert len(casts) == kernels, casts
+    with torch.no_grad(), counted_casts() as casts:
+        m(x, splits)
+    assert len(casts) == (1 if name != "bf16" else 0)  # the weight is in its cache
+
+
+def test_c13_padding_is_what_wgrad_s_formats_need():
+    assert [grouped(AT_ONCE[name]).how.alignment for name in ("bf16", "backward in high precision")] == [1, 1]
+    assert [grouped(AT_ONCE[name]).how.alignment for name in ("forward in high precision", "mxfp8", "three")] == [32, 32, 128]
+    groups = Groups([44, 0, 7, 32], 4, 83, torch.device("cpu"))
+    assert [groups.layout(align).rows for align in (1, 32, 128)] == [83, 64 + 32 + 32, 3 * 128]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_layouts_place_rows_and_leave_zeros(known):
+    """Where only the device knows the sizes there is room for any, and the same rows at the same places."""
+    splits, align = [5, 0, 17, 1], 16
+    groups = Groups(splits, 4, 23, torch.device("cpu"))
+    if not known:
+        groups._device, groups._host = torch.tensor(splits, dtype=torch.int32), None
+    layout, x = groups.layout(align), randn(23, 8)
+    spread = layout.spread(x)
+    assert layout.rows == (64 if known else 96) == spread.shape[0]
+    assert layout.ends.tolist() == [16, 16, 48, 64] and layout.ends.dtype == torch.int32
+    assert torch.equal(groups.of_row, torch.tensor([0] * 5 + [2] * 17 + [3]))
+    expected = torch.zeros(layout.rows, 8, dtype=x.dtype)
+    for start, rows, part in zip((0, 16, 16, 48), splits, x.split(splits)):
+        expected[start : start + rows] = part
+    assert torch.equal(spread, expected)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_rowwise_e4m3", "fp8_rowwise_e5m2:pow2", "fp8_rowwise_e4m3:eps=0.5"])
+@pytest.mark.parametrize("align", [1, 16])
+def test_row_scaled_columns_are_the_kernels_bytes(fmt, align):
+    splits = [33, 0, 16, 7]
+    x = randn(56, 32, seed=5) * torch.logspace(-6, 6, 32).bfloat16()
+    x[40, 3], x[41, 4], x[2, 5], x[3, 5] = float("nan"), float("inf"), float("-inf"), -float("nan")
+    x[:, 6] = 0
+    x[:, 7] *= 1e-38
+    groups, fmt = Groups(splits, 4, 56, torch.device("cpu")), mh.parse_format(fmt)
+    layout = groups.layout(align)
+    payload = row_scaled_columns(layout.spread(x), fmt, layout)
+    assert payload.scale.shape == (4, 32)
+    for group, part in enumerate(x.split(splits)):
+        expected = mh.HybridQuantizer(columnwise=fmt).quantize(part).columnwise
+        found = GroupedColumns(payload, layout).piece(group)
+        assert_bitwise_equal(found.codes(), expected.codes(), "equal")
+        assert_bitwise_equal(found.scale, expected.scale, "equal")
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp8_e4m3:2d", "nvfp4:row_scaled", "fp8_rowwise_e4m3", "fp8_block_e4m3:2d"])
+@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+def test_a_stacked_weight_is_its_experts(fmt, direction):
+    weight = torch.stack([randn(N, K, seed=seed) for seed in range(3)])
+    stack = StackedWeight.make(weight, mh.parse_format(fmt), direction)
+    for expert in range(3):
+        expected = getattr(mh.HybridQuantizer(fmt, fmt).quantize(weight[expert]), direction)
+        found = stack.piece(expert)
+        assert found.shape == expected.shape
+        assert_bitwise_equal(found.codes(), expected.codes(), "equal")
+        assert_bitwise_equal(found.scale_inv(), expected.scale_inv(), "equal")
+    values = torch.stack([stack.piece(e).dequantize(torch.bfloat16) for e in range(3)])
+    assert_bitwise_equal(stack.dequantize().contiguous(), values, "equal")
+
+
+def test_the_weight_is_cast_once_a_step():
+    m = grouped(AT_ONCE["mxfp8"])
+    controller = mh.prepare(m)
+    controller.begin_step(1)
+    x, dy = data(40)
+    counts = []
+    for _ in range(2):
+        with counted_casts() as casts:
+            gradients(m, x, dy, [10, 10, 10, 10])
+        counts.append(len(casts))
+    assert counts == [6, 4]
+    with torch.no_grad():
+        m.weight.data.mul_(2)
+    stale = m(x, [10] * 4)
+    controller.end_step()
+    assert not torch.equal(m(x, [10] * 4), stale)
+
+
+def test_frozen_weights_keep_nothing_of_the_input():
+    m = grouped(AT_ONCE["mxfp8"], bias=False)
+    m.weight.requires_grad_(False)
+    x, dy = data(40)
+    with counted_casts() as casts:
+        m(x.requires_grad_(), [10] * 4).backward(dy)
+    assert m.weight.grad is None and x.grad is not None
+    assert sorted(direction for _, direction in casts) == ["rowwise"] * 4  # columns of the weight: rows of its transpose
+
+
+def test_main_grad_accumulates_in_fp32():
+    results = []
+    for one_by_one in (False, True):
+        m = grouped(AT_ONCE["rowscaled"], one_by_one=one_by_one, bias=False)
+        m.weight.main_grad = torch.full(m.weight.shape, 1.0)
+        x, dy = data(72)
+        for _ in range(2):
+            m(x, [44, 20, 0, 8]).backward(dy)
+        results.append(m.weight.main_grad)
+        assert m.weight.grad_added_to_main_grad and (m.weight.main_grad[2] == 1).all()
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "rowscaled"])
+def test_bf16_grouped_mm_is_right_within_its_roundings(name):
+    """The GPU's backend for high precision and emulation, through torch's CPU implementation of the same operator."""
+    splits = [44, 0, 7, 32]
+    m = grouped(AT_ONCE[name], bias=False)
+    how, groups = m.how, Groups(splits, EXPERTS, sum(splits), torch.device("cpu"))
+    plan = m.plans()[0]
+    x, dy = data(sum(splits))
+    weights = {
+        gemm: StackedWeight.make(m.weight.detach(), getattr(plan, gemm).pair.b, direction)
+        for gemm, direction in (("fprop", "rowwise"), ("dgrad", "columnwise"))
+    }
+    for gemm, a in (("fprop", x), ("dgrad", dy)):
+        fmt = getattr(plan, gemm).pair.a
+        row = mh.HybridQuantizer(rowwise=fmt).cast(a, columnwise=False)[0]
+        found = gemms.BF16.rows(gemm, how.plans, row, weights[gemm], groups, torch.bfloat16)
+        expected = gemms.LOOP.rows(gemm, how.plans, row, weights[gemm], groups, torch.bfloat16)
+        near(found, expected)
+    layout = groups.layout(max(how.alignment, gemms.BF16.alignment(plan.wgrad.pair)))
+    a = GroupedColumns.make(dy, plan.wgrad.pair.a, layout, transposed=True)
+    b = GroupedColumns.make(x, plan.wgrad.pair.b, layout, transposed=True)
+    into = torch.ones(m.weight.shape)
+    near(gemms.BF16.contract(how.plans, a, b, torch.bfloat16), gemms.LOOP.contract(how.plans, a, b, torch.bfloat16))
+    found = gemms.BF16.contract(how.plans, a, b, torch.float32, into)
+    assert found is into and (found[1] == 1).all()
+
+
+def near(found, expected):
+    """Two roundings to bf16 against one, of sums in FP32."""
+    expected = expected.float()
+    bound = 3 * 2.0**-8 * expected.abs() + 1e-5 * expected.abs().max()
+    assert ((found.float() - expected).abs() <= bound).all()
+
+
+def test_choice_of_backends_on_hopper():
+    """As the plan says, native or emulated; sizes of groups are needed on the host only where nothing else runs."""
+    from megatron_hybrid.gemm import DeviceKind
+    from megatron_hybrid.plan import build_plan
+    from megatron_hybrid.roles import GROUPED_LINEAR, ModuleRole
+
+    role = ModuleRole(GROUPED_LINEAR, "experts.fc1", expert=0)
+    expected = {
+        "bf16": ["grouped_mm"] * 3,
+        "mxfp8": ["grouped_mm"] * 3,
+        "rowscaled": ["grouped_mm"] * 3,
+        "fp8_rowwise": ["scaled_grouped_mm"] * 3,
+        "fp8_block": ["loop"] * 3,
+    }
+    for name, backends in expected.items():
+        plan = build_plan(AT_ONCE[name].resolve(role), "experts.fc1", DeviceKind("cuda", (9, 0)))
+        found = [gemms.choose(step, (N, K), torch.bfloat16).name for step in plan.steps().values()]
+        assert found == backends, name
+        odd = [gemms.choose(step, (N, 68), torch.bfloat16).name for step in plan.steps().values()]
+        assert odd == ["loop"] * 3

@@ -1,0 +1,160 @@
+"""Grouped linears on a GPU: against the loop over experts, without host waits, in CUDA graphs (cases 4, 6, 14, 17)."""
+
+import pytest
+import torch
+from linear_cases import gradients, randn, recipe
+
+import megatron_hybrid as mh
+from megatron_hybrid.grouped_at_once import GroupedPlan
+from megatron_hybrid.grouped_columns import row_scaled_columns
+from megatron_hybrid.groups import Groups
+from megatron_hybrid.stacked import GroupedColumns
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+CUDA = "cuda"
+K, N, EXPERTS = 256, 384, 4
+SPLITS = [[44, 20, 7, 1], [0, 64, 0, 33], [300, 1, 0, 128]]
+DERIVED = {"columnwise_source": {"input": "rowwise_dequantized", "weight": "rowwise_dequantized"}}
+RECIPES = {
+    "bf16": recipe(),
+    "mxfp8": recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"),
+    "rowscaled": recipe("nvfp4:row_scaled", "mxfp8_e4m3", "mxfp8_e4m3", **DERIVED),
+    "fp8_rowwise": recipe("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
+    "fast": recipe("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "fp8_rowwise_e4m3", top={"accumulate": "fast"}),
+}
+BACKEND = {"fp8_rowwise": "scaled_grouped_mm", "fast": "scaled_grouped_mm"}
+U = 2.0**-8  # bf16's unit roundoff
+FAST_U = 2.0**-13  # sums of fast accumulation keep about 14 bits
+
+
+def grouped(name, *, one_by_one=False, shape=(N, K), bias=False):
+    torch.manual_seed(1)
+    m = mh.HybridGroupedLinear(EXPERTS, shape[1], shape[0], bias, recipe=RECIPES[name], name="fc1", dtype=torch.bfloat16)
+    m = m.to(CUDA)
+    mh.prepare(m, seed=3).begin_step(1)
+    m.hq.one_by_one = one_by_one
+    return m
+
+
+def data(rows, shape=(N, K)):
+    return randn(rows, shape[1], seed=0).to(CUDA), randn(rows, shape[0], seed=1).to(CUDA)
+
+
+def near(name, found, expected, what):
+    """Two roundings to bf16 against one; sums of FP8 products in FP32, or in fewer bits where that was asked for."""
+    expected = expected.float()
+    sums = FAST_U if name == "fast" else 1e-5
+    bound = 3 * U * expected.abs() + sums * 8 * expected.abs().max()
+    wrong = (found.float() - expected).abs() > bound
+    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} off, worst {(found.float() - expected).abs().max()}"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_c04_c06_equals_the_loop_within_roundings(name, splits, on_device):
+    x, dy = data(sum(splits))
+    m, loop = grouped(name), grouped(name, one_by_one=True)
+    assert isinstance(m.how, GroupedPlan) and m.how.fprop.name == m.how.wgrad.name == BACKEND.get(name, "grouped_mm")
+    sizes = torch.tensor(splits, dtype=torch.int32, device=CUDA) if on_device else splits
+    poison()
+    found = gradients(m, x, dy, sizes)
+    for what, f, e in zip(("y", "dx", "dw"), found, gradients(loop, x, dy, splits), strict=True):
+        near(name, f, e, what)
+    assert all((found[2][e] == 0).all() for e in range(EXPERTS) if splits[e] == 0)
+
+
+def poison():
+    """Fill memory that the allocator will hand out again with NaN."""
+    trash = [torch.full((1 << 20,), float("nan"), device=CUDA) for _ in range(16)]
+    del trash
+
+
+def test_all_groups_empty():
+    m = grouped("fp8_rowwise")
+    x, dy = data(0)
+    y, dx, dw = gradients(m, x, dy, torch.zeros(EXPERTS, dtype=torch.int32, device=CUDA))
+    torch.cuda.synchronize()
+    assert y.shape == (0, N) and dx.shape == (0, K) and (dw == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(768, 128), (128, 768), (1536, 2048)])
+def test_c17_shapes(shape):
+    splits = [128, 0, 40, 88]
+    x, dy = data(256, shape)
+    for name in ("fp8_rowwise", "mxfp8"):
+        m, loop = grouped(name, shape=shape), grouped(name, shape=shape, one_by_one=True)
+        for what, f, e in zip(("y", "dx", "dw"), gradients(m, x, dy, splits), gradients(loop, x, dy, splits), strict=True):
+            near(name, f, e, what)
+
+
+@pytest.mark.parametrize("fmt", ["fp8_rowwise_e4m3", "fp8_rowwise_e4m3:pow2"])
+def test_row_scaled_columns_are_the_cpu_s_bytes(fmt):
+    splits = [33, 0, 16, 7]
+    x = randn(56, 64, seed=5) * torch.logspace(-6, 6, 64).bfloat16()
+    x[40, 3], x[41, 4], x[2, 5], x[:, 6] = float("nan"), float("inf"), -float("nan"), 0
+    fmt, sizes = mh.parse_format(fmt), torch.tensor(splits, dtype=torch.int32, device=CUDA)
+    layout = Groups(sizes, 4, 56, torch.device(CUDA)).layout(16)
+    payload = row_scaled_columns(layout.spread(x.to(CUDA)), fmt, layout)
+    for group, part in enumerate(x.split(splits)):
+        expected = mh.HybridQuantizer(columnwise=fmt).quantize(part).columnwise
+        found = GroupedColumns(payload, layout).piece(group)
+        assert torch.equal(found.codes().cpu(), expected.codes()) and torch.equal(found.scale.cpu(), expected.scale)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_c14_no_host_wait_and_graphs_with_new_splits(name):
+    """Captured once, replayed with other groups of the same total: as eager, bit for bit."""
+    m = grouped(name)
+    x, dy = data(97)
+    sizes = torch.tensor([44, 20, 32, 1], dtype=torch.int32, device=CUDA)
+    x.requires_grad_()
+
+    def step():
+        x.grad = m.weight.grad = None
+        y = m(x, sizes)
+        y.backward(dy)
+        return y, x.grad, m.weight.grad
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for splits in ([44, 20, 32, 1], [0, 97, 0, 0], [1, 7, 44, 45]):
+        sizes.copy_(torch.tensor(splits, dtype=torch.int32))
+        graph.replay()
+        replayed = [t.clone() for t in captured]
+        for f, e in zip(replayed, step()):
+            assert torch.equal(f, e), splits
+
+
+def test_main_grad_on_the_gpu():
+    m = grouped("fp8_rowwise")
+    m.weight.main_grad = torch.ones(m.weight.shape, device=CUDA)
+    x, dy = data(72)
+    m(x, [44, 20, 0, 8]).backward(dy)
+    assert m.weight.grad_added_to_main_grad and (m.weight.main_grad[2] == 1).all()
+    loop = grouped("fp8_rowwise", one_by_one=True)
+    near("fp8_rowwise", m.weight.main_grad - 1, gradients(loop, x, dy, [44, 20, 0, 8])[2], "dw")
+
+
+def test_bias_gradients_with_sizes_on_the_device():
+    splits = [44, 20, 0, 8]
+    x, dy = data(72)
+    m, loop = grouped("mxfp8", bias=True), grouped("mxfp8", bias=True, one_by_one=True)
+    found = gradients(m, x, dy, torch.tensor(splits, device=CUDA))
+    for what, f, e in zip(("y", "dx", "dw", "db"), found, gradients(loop, x, dy, splits), strict=True):
+        near("mxfp8", f, e, what)
