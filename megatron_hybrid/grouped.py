@@ -110,20 +110,25 @@ class GroupedLinearFunction(torch.autograd.Function):
         needs, weight = ctx.needs_input_grad, ctx.weight
         kept = ctx.unpack(ctx.saved_tensors)
         main_grad = getattr(weight, "main_grad", None)
+        traced = main_grad is not None and torch.compiler.is_compiling()  # then all experts are added at once
         dx, dws, db = [], [], []
         for e, (call, dy_e) in enumerate(zip(ctx.calls, dy.split(ctx.splits))):
             x_kept, w_kept = kept[2 * e : 2 * e + 2]
             dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy_e, rowwise=needs[0], columnwise=needs[1])
             if needs[0]:
                 dx.append(dgrad(call, dy_row, w_kept, ctx.dtype))
-            if needs[1] and main_grad is not None:
+            if needs[1] and main_grad is not None and not traced:
                 wgrad(call, dy_col, x_kept, main_grad.dtype, accumulate_into=main_grad[e])
             elif needs[1]:
-                dws.append(wgrad(call, dy_col, x_kept, weight.dtype))
+                dws.append(wgrad(call, dy_col, x_kept, torch.float32 if traced else weight.dtype))
             if needs[2]:
                 db.append(dy_e.sum(dim=0))
         dw = None
-        if needs[1]:
+        if traced and needs[1]:
+            from .ops import add_to_main_grad
+
+            dw = add_to_main_grad(weight, torch.stack(dws))
+        elif needs[1]:
             dw = placeholder_gradient(weight) if main_grad is not None else torch.stack(dws)
         return torch.cat(dx) if needs[0] else None, dw, torch.stack(db) if needs[2] else None, None, None
 

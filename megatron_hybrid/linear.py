@@ -230,10 +230,8 @@ class HybridLinearFunction(torch.autograd.Function):
         if needs[0]:
             finish_dx = call.comm.reduce_dgrad(dgrad(call, get_dy_row(), w_kept, ctx.dtype))
         if needs[1]:
-            main_grad = getattr(weight, "main_grad", None)
             x_kept = x_kept if get_x is None else get_x()
-            dw = wgrad(call, get_dy_col(), x_kept, weight.dtype, accumulate_into=main_grad)
-            dw = dw if main_grad is None else placeholder_gradient(weight)
+            dw = weight_gradient(call, get_dy_col(), x_kept, weight)
         if needs[2]:
             db = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
         if needs[0]:
@@ -269,7 +267,13 @@ def _output_rows(x, y) -> tuple[int, ...]:
 
 def add_bias(y, bias):
     """`y + bias` in y's dtype, rounded once."""
-    return y if bias is None else torch.add(y, bias).to(y.dtype)
+    if bias is None:
+        return y
+    if torch.compiler.is_compiling():
+        from .ops import add_bias as opaque
+
+        return opaque(y, bias)
+    return torch.add(y, bias).to(y.dtype)
 
 
 def fprop(call: LinearCall, x, weight, *, keep_input: bool, keep_weight: bool):
@@ -288,6 +292,19 @@ def wgrad(call: LinearCall, dy_col, x_kept, dtype, accumulate_into=None):
     """`dw = dy.T @ x` (N, K) in `dtype`, or added to `accumulate_into`."""
     x_col = call.columnwise(INPUT, x_kept)
     return call.plan.run("wgrad", dy_col, x_col, dtype, accumulate_into=accumulate_into)
+
+
+def weight_gradient(call: LinearCall, dy_col, x_kept, weight):
+    """What autograd gets: dw, or a placeholder once dw is in `weight.main_grad`."""
+    main_grad = getattr(weight, "main_grad", None)
+    if main_grad is None:
+        return wgrad(call, dy_col, x_kept, weight.dtype)
+    if torch.compiler.is_compiling():
+        from .ops import add_to_main_grad
+
+        return add_to_main_grad(weight, wgrad(call, dy_col, x_kept, torch.float32))
+    wgrad(call, dy_col, x_kept, weight.dtype, accumulate_into=main_grad)
+    return placeholder_gradient(weight)
 
 
 def _forward_operand(call, operand, x, keep: bool):
@@ -336,8 +353,8 @@ def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
     x and weight may be `HybridTensor`s whose formats are the plan's: they are not cast again, and gradients are
     those of the nominal tensors. Without gradients (`no_grad`) only rowwise copies are made and nothing is kept.
 
-    `torch.compile(fullgraph=True)` traces it, forward and backward; the casts stay opaque operators. Compiled code
-    neither uses the weight cache nor counts in `plan.calls`, and a weight with `main_grad` does not compile.
+    `torch.compile(fullgraph=True)` traces it, forward and backward, with eager's bits; casts, roundings and the sum
+    into `main_grad` stay opaque operators. Compiled code neither uses the weight cache nor counts in `plan.calls`.
     """
     if not torch.is_grad_enabled():
         return forward(x, weight, bias, call, keep_input=False, keep_weight=False)[0]

@@ -53,5 +53,48 @@ def outer_scale_(amax: torch.Tensor, format: str, out: torch.Tensor) -> None:
     kernels.outer_scale(amax, parse_format(format), out)
 
 
+# Roundings that a compiler must not fuse away: inductor keeps FP32 between operations it fuses, eager rounds after each.
+
+
+@torch.library.custom_op(f"{_LIB}::round_to", mutates_args=())
+def round_to(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x` rounded to another dtype, in memory of its own."""
+    return x.to(dtype, copy=True)
+
+
+@round_to.register_fake
+def _(x, dtype):
+    return torch.empty_like(x, dtype=dtype)
+
+
+@torch.library.custom_op(f"{_LIB}::add_bias", mutates_args=())
+def add_bias(y: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """`y + bias` in y's dtype."""
+    return torch.add(y, bias).to(y.dtype)
+
+
+@add_bias.register_fake
+def _(y, bias):
+    return torch.empty_like(y)
+
+
+@torch.library.custom_op(f"{_LIB}::add_to_main_grad", mutates_args=())
+def add_to_main_grad(weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
+    """Add the FP32 gradient of a weight to its `main_grad`; gives the placeholder for autograd.
+
+    `main_grad` is not an argument, because no compiled backward may write to an argument of its forward: the operator
+    finds it on the parameter when it runs, as a hook would. Nothing else in a graph may read or write it.
+    """
+    from .linear import placeholder_gradient
+
+    weight.main_grad.add_(dw)
+    return placeholder_gradient(weight)
+
+
+@add_to_main_grad.register_fake
+def _(weight, dw):
+    return torch.empty_like(weight)
+
+
 for _op in (amax_, quantize_, dequantize_, outer_scale_):
     _op.register_fake(lambda *args: None)

@@ -111,5 +111,9 @@ def pair_error(pair: GemmPair) -> str | None:
 def finish(out: torch.Tensor, out_dtype: torch.dtype, accumulate_into: torch.Tensor | None) -> torch.Tensor:
     """Round a result once to its dtype, or add it to an accumulator."""
     if accumulate_into is None:
+        if out.dtype != out_dtype and torch.compiler.is_compiling():
+            from ..ops import round_to
+
+            return round_to(out, out_dtype)
         return out.to(out_dtype)
     return accumulate_into.add_(out)

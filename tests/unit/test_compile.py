@@ -93,6 +93,32 @@ def test_hybrid_tensors_given_to_a_graph():
             assert_bitwise_equal(a, b, "given")
 
 
+@pytest.mark.parametrize("with_flag", [False, True])
+@pytest.mark.parametrize("row,col,source", [
+    ("nvfp4", "mxfp8_e4m3", "original"), ("nvfp4:2d", "fp8_block_e4m3", "rowwise_dequantized"), ("mxfp8_e4m3", None, "original"),
+    ("high_precision", "fp8_rowwise_e4m3", "original"),
+])  # fmt: skip
+def test_c89_p04_update_inside_a_graph(row, col, source, with_flag):
+    """Into the buffers of a tensor given to the graph, which then decodes it; a set flag leaves every byte."""
+    q = mh.HybridQuantizer(row, col, source)
+
+    def write(t, x, flag):
+        t.update(x, noop_flag=flag)
+        return t.dequantize(), t.dequantize("rowwise", torch.bfloat16)
+
+    f, ours, eager = compiled(write), q.quantize(tensor(SMALL)), q.quantize(tensor(SMALL))
+    buffer = ours.rowwise.qdata
+    for step, skipped in ((1, 0), (2, 1), (3, 0)):
+        flag = torch.tensor(skipped, dtype=torch.int32) if with_flag else None
+        x = tensor(SMALL, seed=step)
+        for a, b in zip(f(ours, x, flag), write(eager, x, flag)):
+            assert_bitwise_equal(a, b, f"step {step}")
+        assert_same_tensor(ours, eager)
+        assert ours.rowwise.qdata is buffer and not ours.stale
+    fresh = q.quantize(x)
+    assert_same_tensor(ours, fresh)
+
+
 def test_gradients_pass_through_a_compiled_decode():
     p = torch.nn.Parameter(mh.HybridQuantizer("nvfp4", None).quantize(tensor(SMALL)))
     g = torch.randn(SMALL)
