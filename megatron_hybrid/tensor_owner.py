@@ -14,7 +14,7 @@ class Marks(set):
     """Shared by all tensors over the same payloads: the set of stale directions, and of a parameter
 
     owner          what calls its casts (`weights.WeightOwner`): knows delayed scales, random keys, rounding; or None
-    preserve       keep the high-precision value of the next write that is not an optimizer's
+    preserve       keep the high-precision value of writes that are not an optimizer's
     init_value     that value, on the CPU, or None
     master         weak reference to the FP32 master that an optimizer keeps, or None
     """
@@ -34,19 +34,21 @@ class Owned:
 
     __slots__ = ()
 
-    def write(self, src: torch.Tensor, *, step: bool = False, noop_flag=None):
+    def write(self, src: torch.Tensor, *, step: bool = False, master: bool = False, noop_flag=None):
         """Quantize `src` into every direction held, with the scales, keys and rounding of the module that owns it.
 
         src: this shape, high precision, this device. step: by an optimizer after its step (delayed scales then move
-        on). noop_flag: int32 device scalar; non-zero changes nothing. A tensor without an owner is just updated.
+        on). master: `src` is the optimizer's, not a new value. noop_flag: int32 device scalar; non-zero changes nothing. A
+        tensor without an owner is just updated.
         Raises what `update` raises, before anything is written.
         """
         marks = self._stale
-        if marks.owner is None:
-            self.update(src, noop_flag=noop_flag)
-        else:
-            marks.owner.write(self, src, step=step, noop_flag=noop_flag)
-        if not step and marks.preserve and self._shared is None:
+        src = written_value(self, src)
+        owner, source = marks.owner, self._source(src)
+        checked = dict(rng=None, state=None) if owner is None else owner.keys(self.device)
+        self.quantizer.check_arguments(source, **checked, noop=noop_flag)
+        self.update(src, **write_keys(self, step=step, noop_flag=noop_flag), noop_flag=noop_flag)
+        if not (step or master) and marks.preserve and self._shared is None:
             marks.init_value = src.detach().to("cpu", copy=True) if not src.is_meta else None
         return self
 
@@ -79,3 +81,19 @@ class Owned:
         master = None if self._stale.master is None else self._stale.master()
         value = self.get_high_precision_init_val() if master is None else master
         return self.detach().dequantize() if value is None else value.detach().to(self.device)
+
+    def from_float8(self) -> torch.Tensor:
+        """The decode in the nominal dtype, under the name that Megatron calls where checkpoints are written."""
+        return self.detach().dequantize(dtype=self.dtype)
+
+
+def write_keys(t, *, step: bool = False, noop_flag=None) -> dict:
+    """`rng` and `state` of a cast into a parameter; step: delayed scales move on first."""
+    owner = t._stale.owner
+    return dict(rng=None, state=None) if owner is None else owner.keys(t.device, step=step, noop_flag=noop_flag)
+
+
+def written_value(t, src: torch.Tensor) -> torch.Tensor:
+    """`src` as it is cast into a parameter: rounded to its dtype first where the recipe's ``master_cast`` says so."""
+    owner = t._stale.owner
+    return src if owner is None else owner.rounded(src, t.dtype)

@@ -17,11 +17,12 @@ from dataclasses import dataclass
 
 import torch
 
-from .formats import COLUMNWISE
+from .formats import COLUMNWISE, DIRECTIONS
 from .plan import WEIGHT, GemmPlan, PlanError
 from .recipe_callable import as_recipe
 from .scaling import Rng, update_states
-from .tensor import HybridTensor
+from .storage import QuantizedStorage
+from .tensor import HybridTensor, matrix_shape
 
 QUANTIZED = "quantized"
 DEFAULT_RECIPE = "bf16"
@@ -85,25 +86,22 @@ class WeightOwner:
         weight = None if module is None else module._parameters.get(self._name)
         return weight if isinstance(weight, HybridTensor) else None
 
-    def keys(self, device) -> dict:
-        """`rng` and `state` of a cast of this weight now."""
-        runtime = self._runtime()
-        return dict(rng=_rng(runtime, device), state=runtime.weight_states())
-
-    def write(self, t: HybridTensor, src: torch.Tensor, *, step: bool, noop_flag=None) -> None:
-        """See `Owned.write`."""
+    def keys(self, device, *, step: bool = False, noop_flag=None) -> dict:
+        """`rng` and `state` of a cast of this weight now. step: of one after an optimizer's step."""
         runtime = self._runtime()
         if runtime is None:  # the module is gone, the weight is not
-            t.update(src, noop_flag=noop_flag)
-            return
-        src = rounded(src, t.dtype, runtime.recipe)
-        keys = self.keys(t.device)
-        t.quantizer.check_arguments(t._source(src), **keys, noop=noop_flag)
-        if step and keys["state"] is not None:
-            for state, fmt in zip(keys["state"], t.quantizer.formats()):
+            return dict(rng=None, state=None)
+        states = runtime.weight_states()
+        if step and states is not None:
+            for state, fmt in zip(states, runtime.plan_for(device).quantizers[WEIGHT].formats()):
                 if state is not None:
                     update_states(fmt, [state], noop_flag)
-        t.update(src, **keys, noop_flag=noop_flag)
+        return dict(rng=_rng(runtime, device), state=states)
+
+    def rounded(self, src: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """See `rounded`."""
+        runtime = self._runtime()
+        return src if runtime is None else rounded(src, dtype, runtime.recipe)
 
     def check(self, recipe, device) -> None:
         """Raise `PlanError` for a recipe that this weight could not follow."""
@@ -143,10 +141,13 @@ def quantize(runtime, x: torch.Tensor, dtype: torch.dtype, *, trained: bool) -> 
     plan = runtime.plan_for(x.device)
     quantizer = plan.quantizers[WEIGHT]
     x = rounded(x, dtype, runtime.recipe)
-    columnwise = trained and plan.saved[WEIGHT] == COLUMNWISE
-    keys = dict(rng=_rng(runtime, x.device), state=runtime.weight_states())
-    t = quantizer.quantize(x, columnwise=columnwise, **keys)
-    return t if x.dtype == dtype else t.to(dtype)
+    directions = DIRECTIONS if trained and plan.saved[WEIGHT] == COLUMNWISE else DIRECTIONS[:1]
+    payloads = [
+        QuantizedStorage.empty(getattr(quantizer, d), d, matrix_shape(x.shape), dtype, x.device) for d in directions
+    ]
+    row, col = payloads if len(payloads) == 2 else (*payloads, None)
+    t = HybridTensor.from_storages(row, col, x.shape, dtype, quantizer)
+    return t.update(x, rng=_rng(runtime, x.device), state=runtime.weight_states())
 
 
 def check_plan(plan: GemmPlan, resolved) -> None:
