@@ -37,6 +37,7 @@ _EXPORTS = {
     "HybridGroupedLinear": "modules.grouped_linear",
     "FusedAdam": "optimizer",
     "quantized_model_init": "weights",
+    "gather_quantized": "distributed.fsdp2",
 }
 
 __all__ = sorted(_EXPORTS)

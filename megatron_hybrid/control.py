@@ -46,6 +46,7 @@ class Controller:
             runtime.keys = self.keys
             runtime.weight_cache = WeightCache()
         self.recorder = None  # of statistics
+        self.before_steps = []  # called in `begin_step`, once the step's plans are there
         if recipe is not None:
             self.switch(recipe)
 
@@ -73,6 +74,8 @@ class Controller:
         for runtime in self.runtimes:
             runtime.make_keys()
         self.invalidate()
+        for prepare_step in self.before_steps:
+            prepare_step()
         if self.recorder is not None:
             self.recorder.begin_step(step, self.runtimes)
 

@@ -191,7 +191,7 @@ def held_payloads(plan: GemmPlan, operand: str, x: HybridTensor, rowwise: bool, 
     held = [payload(x, direction) if want else None for direction, want in zip(DIRECTIONS, wanted)]
     for direction, want, s, fmt in zip(DIRECTIONS, wanted, held, quantizer.formats()):
         same_source = direction == ROWWISE or source == quantizer.columnwise_source
-        fresh = direction not in spec.stale
+        fresh = direction not in spec.stale or direction in x._stale.promised
         if want and not (s is not None and s.format == fmt and same_source and fresh):
             raise PlanError(
                 f"{plan.label}: {operand} was quantized before, to {x.describe()}, columnwise_source={source}"

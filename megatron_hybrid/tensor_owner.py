@@ -17,10 +17,12 @@ class Marks(set):
     preserve       keep the high-precision value of writes that are not an optimizer's
     init_value     that value, on the CPU, or None
     master         weak reference to the FP32 master that an optimizer keeps, or None
+    promised       stale directions that will be filled before backward reads them (FSDP2's second gather)
     """
 
     owner = init_value = master = None
     preserve = False
+    promised = frozenset()
 
     def inherit(self, other: Marks) -> None:
         """Take over everything but staleness: the payloads have moved, the parameter is the same one."""

@@ -1,0 +1,275 @@
+"""FSDP2 (`fully_shard`) that gathers payload bytes of one direction instead of high-precision weights.
+
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    ctl = mh.prepare(model, "mxfp8", num_microbatches=2)
+    gathers = mh.gather_quantized(model, ctl)    # print it: what is gathered, in which pass, how many bytes
+
+The sharded parameters stay what they were, high-precision DTensors: any optimizer runs on them and any checkpoint holds
+them. Only the all-gather changes: this rank's rows are cast first, with the bytes that casting the whole weight would
+give them (`param_gather.ShardedWeights`), and the gathered parameter is a `HybridTensor`. Forward gathers what fprop
+reads, backward what dgrad reads. Amaxes of what shards cut, or of whole tensors, are max-reduced in `ctl.begin_step`,
+all in one collective: FSDP's own hooks communicate nothing but the gather.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from ..formats import COLUMNWISE, DIRECTIONS
+from ..plan import ORIGINAL, WEIGHT, PlanError
+from ..runtime import LinearRuntime
+from ..storage import QuantizedStorage
+from ..tensor import HybridTensor
+from ..weights import WeightOwner
+from .param_gather import BOTH, ShardedWeights, derivable
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+def gather_quantized(model: torch.nn.Module, ctl, *, recompute: bool = False) -> QuantizedGathers:
+    """Gather the weights of the model's quantized linears as payloads, from the next forward on.
+
+    model: after `fully_shard` of its layers and of itself, off the meta device. ctl: its `Controller`, whose
+    `begin_step` must come before a step's first forward, and before a forward that follows a load. recompute:
+    activations are recomputed in backward, which then gathers the rowwise payload too.
+
+    Weights that the plan reads in high precision, grouped ones, and those that are sharded in another way than along
+    their first dimension alone are left as they were; `QuantizedGathers.skipped` says why. Raises ``ValueError`` when
+    no quantized linear of the model is sharded, for a model on the meta device, and for
+    ``reshard_after_forward=<int>``, whose smaller gather FSDP2 keeps to itself.
+    """
+    sharded = {}
+    for module in model.modules():
+        group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        for p in group.fsdp_params if group is not None else ():
+            sharded[p._module_info.module, p._module_info.param_name] = group, p
+    weights, skipped = [], {}
+    for path, module in model.named_modules():
+        found = sharded.get((module, "weight"))
+        if found is None or "hq" not in module._modules:
+            continue
+        reason = _reason(path, module, *found)
+        if reason is None:
+            weights.append(GatheredWeight(path, module, *found, recompute))
+        else:
+            skipped[path] = reason
+    if not weights and not skipped:
+        raise ValueError("gather_quantized: no quantized linear of this model is sharded; call fully_shard before")
+    gathers = QuantizedGathers(tuple(weights), skipped)
+    ctl.before_steps.append(gathers.refresh)
+    return gathers
+
+
+def _reason(path: str, module, group, p) -> str | None:
+    """Why this weight is gathered in high precision, or None. Raises ``ValueError`` for what cannot work at all."""
+    after = group.post_forward_mesh_info
+    if p._sharded_local_tensor.is_meta:
+        raise ValueError(f"gather_quantized: {path}.weight is on the meta device; to_empty and initialise the model first")
+    if after is not None and after is not group.mesh_info:
+        raise ValueError(
+            f"gather_quantized: {path} is sharded with reshard_after_forward=<int>, whose smaller gather FSDP2 makes in "
+            "high precision only; use True or False"
+        )
+    if not isinstance(module.hq, LinearRuntime):
+        return "a grouped weight"
+    if p.is_dtensor:
+        return "also sharded by tensor parallelism"
+    if p.fsdp_placement.dim != 0:
+        return f"sharded along dimension {p.fsdp_placement.dim}"
+    if p.offload_to_cpu:
+        return "its shard is offloaded to the CPU"
+    return _reads_original(module.hq.plan_for(p.device))
+
+
+def _reads_original(plan) -> str | None:
+    if not plan.quantizers[WEIGHT].rowwise.is_quantized:
+        return "fprop reads it in high precision"
+    return "dgrad reads the original" if plan.saved[WEIGHT] == ORIGINAL else None
+
+
+@dataclass
+class Pass:
+    """One kind of gather: the casts of this rank's share, and the buffers it fills."""
+
+    tensor: HybridTensor
+    shares: ShardedWeights
+    filled: tuple[str, ...]  # directions
+    buffers: list[torch.Tensor]
+    received: list[torch.Tensor] = field(default_factory=list)  # FSDP's gather outputs
+
+
+class GatheredWeight:
+    """One sharded weight: casts this rank's rows before a gather, assembles the payloads after it.
+
+    Its two hooks sit on the shard as attributes, where FSDP2 looks for them; the shard stays a plain tensor.
+    """
+
+    def __init__(self, path: str, module, group, p, recompute: bool):
+        self.path, self.recompute = path, recompute
+        self._module, self._group, self._param = module, group, p
+        self._amaxes: dict[str, torch.Tensor] = {}
+        self._seen = None  # version of the shard when its amaxes were taken
+        self._build()
+        self._attach()
+
+    # ---- what is gathered
+
+    def _build(self) -> None:
+        """Payloads and shares for the module's plan of now."""
+        module, p = self._module, self._param
+        plan = module.hq.plan_for(p.device)
+        self.quantizer, kept = plan.quantizers[WEIGHT], plan.saved[WEIGHT]
+        shape, dtype = tuple(p._orig_size), self._group.mp_policy.param_dtype or p.sharded_param.dtype
+        directions = DIRECTIONS if kept == COLUMNWISE else DIRECTIONS[:1]
+        held = [QuantizedStorage.empty(getattr(self.quantizer, d), d, shape, dtype, p.device) for d in directions]
+        row, col = held if len(held) == 2 else (*held, None)
+        self.tensor = t = HybridTensor.from_storages(row, col, shape, dtype, self.quantizer)
+        t._stale.owner = WeightOwner(module, "weight", module.hq)
+        self.derived = col is None or derivable(t)
+        backward = (row, col) if self.derived else (None, col)
+        self.passes = {FORWARD: self._pass(row, None), BACKWARD: self._pass(*backward), BOTH: self._pass(row, col)}
+        for buffer in self.passes[BOTH].buffers:
+            buffer.untyped_storage().resize_(0)
+
+    def _pass(self, row, col) -> Pass:
+        t, mesh = self.tensor, self._param.mesh_info
+        part = t._like(row, col, t.shape, None)
+        rows, K = t.shape
+        each = -(-rows // mesh.shard_mesh_size)
+        bounds = [min(r * each, rows) * K for r in range(mesh.shard_mesh_size + 1)]
+        shares = ShardedWeights([part], [[pair] for pair in pairwise(bounds)], mesh.shard_mesh_rank, gather=BOTH)
+        held = [s for s in (row, col) if s is not None]
+        return Pass(part, shares, tuple(s.direction for s in held), [b for s in held for b in s.buffers().values()])
+
+    def bytes(self, name: str) -> int:
+        """Bytes a rank sends in one gather of a pass."""
+        return sum(n for n in self._input_sizes(self.passes[name].shares.chunk_bytes))
+
+    def _input_sizes(self, num_bytes: int) -> list[int]:
+        """Sizes of the gather's inputs. FSDP2 takes shards of uneven height only in multiples of the padded shard."""
+        p = self._param
+        if p._orig_size[0] % p.mesh_info.shard_mesh_size == 0:
+            return [num_bytes]
+        padded = p.padded_sharded_param_size.numel()
+        return [padded] * max(1, -(-num_bytes // padded))
+
+    # ---- before a step
+
+    def follow(self) -> None:
+        """Meet what may have changed since the last step: the plan, the shard (loads, moves), its values."""
+        module, p = self._module, self._param
+        plan = module.hq.plan_for(p.device)
+        if plan.quantizers[WEIGHT] != self.quantizer:
+            if (reason := _reads_original(plan)) is not None:
+                raise PlanError(f"{plan.label}: its weight is gathered quantized (gather_quantized), but {reason}")
+            self._build()
+            p.all_gather_outputs, p._unsharded_inner_tensors = [], []
+            if hasattr(p, "_unsharded_param"):
+                p._unsharded_param.data = self.tensor
+        p.reset_sharded_param()
+        self._attach()
+
+    def _attach(self) -> None:
+        shard = self._param._sharded_local_tensor
+        if getattr(shard, "fsdp_pre_all_gather", None) != self._before:
+            shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = self._before, self._after
+            self._param._init_extensions()
+
+    def start_amaxes(self) -> list[torch.Tensor]:
+        """This rank's, of the forward pass and of what backward gathers besides; int32."""
+        master = self._master()
+        self._seen = self._param._sharded_local_tensor._version
+        own = [self.passes[FORWARD].shares.amaxes(master)]
+        return own if self.derived else [*own, self.passes[BACKWARD].shares.amaxes(master)]
+
+    def take_amaxes(self, reduced: list[torch.Tensor]) -> None:
+        forward, backward = reduced[0], reduced[-1]
+        self._amaxes = {FORWARD: forward, BACKWARD: backward, BOTH: forward if self.derived else torch.cat(reduced)}
+
+    def _master(self) -> list[torch.Tensor]:
+        return [self._param._sharded_local_tensor.detach().float().reshape(-1)]
+
+    # ---- FSDP2's hooks
+
+    def _choose(self) -> str:
+        """Which pass asks: FSDP2 says so in the state of the group it gathers."""
+        state = self._group._training_state
+        if state == TrainingState.FORWARD:
+            return BOTH if self._group.post_forward_mesh_info is None else FORWARD  # None: not resharded after forward
+        return BACKWARD if state == TrainingState.PRE_BACKWARD and not self.recompute else BOTH
+
+    def _before(self, mesh, outer_size, outer_stride, module, mp_policy):
+        """(inputs of the all-gather, what `_after` gets)."""
+        name, p = self._choose(), self._param
+        if self._seen != p._sharded_local_tensor._version:
+            raise RuntimeError(
+                f"{self.path}.weight was written since the last ctl.begin_step(), which prepares its gather; call it after "
+                "every optimizer step and load, before the next forward"
+            )
+        one = self.passes[name]
+        p.all_gather_outputs, p._unsharded_inner_tensors = one.received, one.buffers
+        chunk = one.shares.cast(self._master(), self._amaxes[name])
+        sizes = self._input_sizes(chunk.numel())
+        if len(sizes) == 1 and sizes[0] == chunk.numel():
+            return (chunk,), name
+        padded = torch.nn.functional.pad(chunk, (0, sum(sizes) - chunk.numel()))
+        return tuple(part.view(p.padded_sharded_param_size) for part in padded.split(sizes[0])), name
+
+    def _after(self, outputs, name: str, param_dtype, *, out=None):
+        """Every rank's bytes into the payloads. Autograd may hold these buffers for backward: no version moves."""
+        one, t = self.passes[name], self.tensor
+        one.received = self._param.all_gather_outputs
+        for buffer in one.buffers:
+            buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
+        world = self._param.mesh_info.shard_mesh_size
+        chunks = torch.cat([o.reshape(world, -1) for o in outputs], dim=1) if len(outputs) > 1 else outputs[0]
+        chunks = chunks.reshape(world, -1)[:, : one.shares.chunk_bytes]
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((one.tensor, *one.buffers)):
+            one.shares.scatter(chunks)
+        for received in one.received:
+            received.untyped_storage().resize_(0)
+        for s in (t.rowwise, t.columnwise):
+            if s is not None:
+                (t._stale.discard if s.direction in one.filled else t._stale.add)(s.direction)
+        t._stale.promised = frozenset(DIRECTIONS[1:]) if name == FORWARD else frozenset()
+        return None if out is not None else (t, tuple(one.buffers))
+
+
+@dataclass(frozen=True)
+class QuantizedGathers:
+    """What `gather_quantized` arranged. ``str()`` prints it. skipped: module path -> reason."""
+
+    weights: tuple[GatheredWeight, ...]
+    skipped: dict[str, str]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Before a step: the amaxes of all weights that cover several ranks' rows, one collective a group."""
+        by_group = defaultdict(list)
+        for weight in self.weights:
+            weight.follow()
+            by_group[weight._group._all_gather_process_group].append(weight)
+        for group, weights in by_group.items():
+            own = [weight.start_amaxes() for weight in weights]
+            flat = torch.cat([part for parts in own for part in parts])
+            if flat.numel() and group.size() > 1:
+                torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
+            reduced = iter(flat.split([part.numel() for parts in own for part in parts]))
+            for weight, parts in zip(weights, own):
+                weight.take_amaxes([next(reduced) for _ in parts])
+
+    def __str__(self) -> str:
+        lines = [f"{'weight':<40} {'forward':>12} {'backward':>12}  bytes a rank sends"]
+        for w in self.weights:
+            backward = BOTH if w.recompute else BACKWARD
+            lines.append(f"{w.path:<40} {w.bytes(FORWARD):>12,} {w.bytes(backward):>12,}  {w.tensor.describe()}")
+        lines += [f"{path:<40} {'high precision':>25}  {reason}" for path, reason in self.skipped.items()]
+        return "\n".join(lines)

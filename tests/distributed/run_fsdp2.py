@@ -1,0 +1,371 @@
+"""FSDP2 with payload gathers against FSDP2 without and against one rank, four CPU ranks, all in one launch.
+
+torchrun ... run_fsdp2.py FOLDER: rank r writes FOLDER/r.json, check -> error or None.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+import megatron_hybrid as mh
+
+WORLD = 4
+SIZES = (64, 96, 130, 6)  # shards of 24 rows (cut every block), of 33 and 31 rows, of 2 rows and none
+PAIRS = [
+    ("mxfp8_e4m3", "nvfp4", "original"),
+    ("nvfp4:2d", "nvfp4:2d", "original"),
+    ("fp8_current_e4m3", "fp8_current_e4m3", "original"),
+    ("fp8_current_e4m3", "fp8_block_e4m3", "original"),
+    ("fp8_block_e4m3:2d", "fp8_block_e4m3:2d", "original"),
+    ("nvfp4:row_scaled", "mxfp8_e4m3", "rowwise_dequantized"),
+    ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "original"),
+    ("mxfp8_e4m3", "mxfp8_e4m3", "rowwise_dequantized"),
+    ("fp8_delayed_e4m3:history=3", "fp8_delayed_e5m2:history=3", "original"),
+]
+
+
+def weight_recipe(row, col, source="original", **more):
+    """Only weights are quantized: an emulated product with high-precision operands runs in any format."""
+    columns = {} if source == "original" else {"columnwise_source": {"weight": source}}
+    return mh.Recipe.from_dict(
+        dict(
+            version=1, name="pair",
+            defaults=dict(
+                fprop=dict(input="high_precision", weight=row),
+                dgrad=dict(grad_output="high_precision", weight=col),
+                wgrad="high_precision", **columns,
+            ),
+            **more,
+        )
+    )  # fmt: skip
+
+
+class Model(torch.nn.Module):
+    def __init__(self, recompute=False, device=None):
+        super().__init__()
+        pairs = itertools.pairwise(SIZES)
+        self.layers = torch.nn.ModuleList(mh.HybridLinear(k, n, device=device) for k, n in pairs)
+        self.recompute = recompute
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recompute else layer(x)
+            x = torch.tanh(x)
+        return x
+
+
+def build(recipe, *, gather=True, reshard=True, mesh=None, recompute=False, policy=None, seed=1):
+    """(model, controller, gathers) and the whole initial weights."""
+    torch.manual_seed(seed)
+    model = Model(recompute)
+    mesh = mesh or init_device_mesh("cpu", (WORLD,))
+    options = dict(mesh=mesh, reshard_after_forward=reshard, **({"mp_policy": policy} if policy else {}))
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    fully_shard(model, **options)
+    ctl = mh.prepare(model, recipe, num_microbatches=2)
+    gathers = mh.gather_quantized(model, ctl, recompute=recompute) if gather else None
+    return model, ctl, gathers
+
+
+def batch(step, micro, rank=None):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + (dist.get_rank() if rank is None else rank))
+    return torch.randn(8, SIZES[0], generator=generator)
+
+
+def full(p):
+    return p.full_tensor() if hasattr(p, "full_tensor") else p
+
+
+def train(model, ctl, optimizer, steps=3, group=None):
+    """Losses, and the whole weights at the end."""
+    losses = []
+    for i in range(1, steps + 1):
+        ctl.begin_step(i)
+        for j in range(2):
+            ctl.microbatch(j)
+            loss = model(batch(i, j)).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        ctl.end_step(group)
+    return losses, [full(p).detach().clone() for p in model.parameters()]
+
+
+def assert_same(a, b):
+    assert a[0] == b[0], (a[0], b[0])
+    for x, y in zip(a[1], b[1], strict=True):
+        assert torch.equal(x, y)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def check_gathered_bytes_are_the_unsharded_weights():
+    """P48, P49, P45: every pair of formats, shards that cut blocks, uneven and empty ones; over steps."""
+    for row, col, source in PAIRS:
+        model, ctl, gathers = build(weight_recipe(row, col, source))
+        assert len(gathers.weights) == 3, gathers.skipped
+        seen = []
+
+        def compare(w, directions):
+            module = w._module
+            quantizer, master = w.tensor.quantizer, masters[w.path]
+            states = module.hq.weight_states()
+            state = None if states is None else tuple(None if s is None else s.frozen() for s in states)
+            expected = quantizer.quantize(master, state=state)
+            for direction in directions:
+                for name, buffer in getattr(expected, direction).buffers().items():
+                    found = getattr(getattr(w.tensor, direction), name)
+                    assert torch.equal(found, buffer), (row, col, w.path, direction, name)
+            seen.append((w.path, directions))
+
+        for w in gathers.weights:
+            after = w._after
+
+            def spy(outputs, name, dtype, *, out=None, w=w, after=after):
+                result = after(outputs, name, dtype, out=out)
+                compare(w, w.passes[name].filled)
+                return result
+
+            w._param._sharded_local_tensor.fsdp_post_all_gather = spy
+        optimizer = sgd(model)
+        for i in (1, 2):
+            masters = {f"layers.{k}": full(layer.weight).detach() for k, layer in enumerate(model.layers)}
+            ctl.begin_step(i)
+            model(batch(i, 0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ctl.end_step(dist.group.WORLD)
+        assert len(seen) == 12, len(seen)
+
+
+def check_training_equals_high_precision_gathers():
+    """P47: the same losses and weights, bit for bit, for every optimizer, resharding or not, recomputed or not."""
+    recipe = weight_recipe("mxfp8_e4m3", "nvfp4")
+    optimizers = (sgd, lambda m: torch.optim.AdamW(m.parameters(), lr=0.01), lambda m: mh.FusedAdam(m.parameters(), lr=0.01))
+    for make in optimizers:
+        plain = build(recipe, gather=False)
+        expected = train(plain[0], plain[1], make(plain[0]))
+        model, ctl, _ = build(recipe)
+        assert_same(train(model, ctl, make(model)), expected)
+    for options in (dict(reshard=False), dict(recompute=True), dict(recompute=True, reshard=False)):
+        plain = build(recipe, gather=False)
+        expected = train(plain[0], plain[1], sgd(plain[0]))
+        model, ctl, _ = build(recipe, **options)
+        assert_same(train(model, ctl, sgd(model)), expected)
+
+
+def check_shipped_recipes():
+    for name in ("fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4_fprop_mxfp8_bwd", "mxfp8_fprop_nvfp4_bwd"):
+        recipe = mh.Recipe.load(name)
+        plain = build(recipe, gather=False)
+        expected = train(plain[0], plain[1], sgd(plain[0]), group=dist.group.WORLD)
+        model, ctl, gathers = build(recipe)
+        assert gathers.weights, (name, gathers.skipped)
+        if name != "fp8_delayed":  # there a rank alone does not see the whole weight's amax
+            assert_same(train(model, ctl, sgd(model), group=dist.group.WORLD), expected)
+
+
+def check_hybrid_sharding():
+    """HSDP: two replicas of two shards; equal to plain HSDP."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    recipe = weight_recipe("nvfp4", "fp8_current_e4m3")
+    plain = build(recipe, gather=False, mesh=mesh)
+    expected = train(plain[0], plain[1], sgd(plain[0]))
+    model, ctl, _ = build(recipe, mesh=mesh)
+    assert_same(train(model, ctl, sgd(model)), expected)
+
+
+def check_mixed_precision_and_master_cast():
+    """master_cast param_dtype: as if FSDP2 had rounded the weight before it was cast."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    recipe = weight_recipe("mxfp8_e4m3", "nvfp4", master_cast="param_dtype")
+    plain = build(recipe, gather=False, policy=policy)
+    expected = train(plain[0], plain[1], sgd(plain[0]))
+    model, ctl, _ = build(recipe, policy=policy)
+    assert_same(train(model, ctl, sgd(model)), expected)
+    model, ctl, _ = build(weight_recipe("mxfp8_e4m3", "nvfp4"), policy=policy)
+    assert train(model, ctl, sgd(model))[0] != expected[0]
+
+
+@contextlib.contextmanager
+def gathered_bytes():
+    sent, real = [], dist.all_gather_into_tensor
+
+    def spy(output, input, *args, **kwargs):
+        sent.append(input.numel() * input.itemsize)
+        return real(output, input, *args, **kwargs)
+
+    dist.all_gather_into_tensor = spy
+    try:
+        yield sent
+    finally:
+        dist.all_gather_into_tensor = real
+
+
+def check_bytes_on_the_wire():
+    """P62, P11: what travels is one direction's payload and scales, and the bias; and what the table says."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(mh.HybridLinear(256, 128, bias=False))
+    mesh = init_device_mesh("cpu", (WORLD,))
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)  # the root itself does not reshard after forward
+    ctl = mh.prepare(model, weight_recipe("mxfp8_e4m3", "nvfp4"))
+    gathers = mh.gather_quantized(model, ctl)
+    ctl.begin_step(1)
+    x = torch.randn(4, 256, requires_grad=True)
+    with gathered_bytes() as sent:
+        model(x).sum().backward()
+    rows = 128 // WORLD
+    row = rows * 256 + rows * 256 // 32  # codes and scales of 32 x 256
+    # codes, two a byte, scales of 16 x 1, and on the first rank the tensor's amax: every rank sends as much as the largest
+    column = rows * 256 // 2 + rows // 16 * 256 + 4
+    assert sent == [row, column], (sent, row, column)
+    assert f"{row:,}" in str(gathers) and f"{column:,}" in str(gathers)
+
+
+def check_memory():
+    """P44, P51: the same tensors every iteration, freed after use, and no more of them after 20 steps than after 2."""
+    model, ctl, gathers = build(weight_recipe("mxfp8_e4m3", "nvfp4"))
+    optimizer = sgd(model)
+    w = gathers.weights[0]
+
+    def step(i):
+        ctl.begin_step(i)
+        model(batch(i, 0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ctl.end_step()
+        sizes = [b.untyped_storage().size() for b in w.passes["both"].buffers]
+        assert sizes == [0] * len(sizes), sizes
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    counts = [step(i) for i in range(1, 21)]
+    unsharded = w._param._unsharded_param
+    assert unsharded.rowwise.qdata is w.tensor.rowwise.qdata and counts[-1] == counts[2], counts
+    ctl.begin_step(21)
+    with torch.no_grad():
+        model.layers[0](batch(1, 0))
+    held = [w.tensor.rowwise.qdata, w.tensor.columnwise.qdata]
+    assert [b.untyped_storage().size() > 0 for b in held] == [False, False]
+    model.layers[0].unshard()
+    assert torch.isfinite(model.layers[0].weight.dequantize("columnwise")).all()
+    model.layers[0].reshard()
+
+
+def check_meta_device_and_switch():
+    """Built on the meta device, sharded, then initialised; then a recipe with other formats."""
+    model = Model(device="meta")
+    for layer in model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
+    ctl = mh.prepare(model, weight_recipe("mxfp8_e4m3", "nvfp4"), num_microbatches=2)
+    raises("meta device", lambda: mh.gather_quantized(model, ctl))
+    model.to_empty(device="cpu")
+    for layer in model.layers:
+        torch.manual_seed(dist.get_rank())
+        for p in layer.parameters():
+            torch.nn.init.normal_(p.to_local(), std=0.1)
+    ctl = mh.prepare(model, weight_recipe("mxfp8_e4m3", "nvfp4"), num_microbatches=2)
+    mh.gather_quantized(model, ctl)
+    optimizer = sgd(model)
+    train(model, ctl, optimizer, steps=1)
+    saved = {k: v.to_local().clone() for k, v in model.state_dict().items()}
+    other = weight_recipe("nvfp4:2d", "nvfp4:2d")
+    ctl.switch(other)
+    found = train(model, ctl, optimizer, steps=2)
+
+    fresh = Model(device="meta")
+    for layer in fresh.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
+    fresh.to_empty(device="cpu")
+    for k, v in fresh.state_dict().items():
+        v.to_local().copy_(saved[k])
+    ctl = mh.prepare(fresh, other, num_microbatches=2)
+    mh.gather_quantized(fresh, ctl)
+    assert_same(train(fresh, ctl, sgd(fresh), steps=2), found)
+
+
+def raises(text, call):
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"nothing raised; expected: {text}")
+
+
+def check_refusals():
+    """What cannot work raises on every rank, before anything is sent."""
+    model = Model()
+    ctl = mh.prepare(model, "mxfp8")
+    raises("no quantized linear", lambda: mh.gather_quantized(model, ctl))
+    for layer in model.layers:
+        fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)), reshard_after_forward=2)
+    raises("reshard_after_forward=<int>", lambda: mh.gather_quantized(model, ctl))
+    model, ctl, gathers = build(weight_recipe("mxfp8_e4m3", "nvfp4"))
+    raises("begin_step", lambda: model(batch(0, 0)))
+    model, ctl, gathers = build(weight_recipe("mxfp8_e4m3", "high_precision"))
+    assert not gathers.weights and set(gathers.skipped.values()) == {"dgrad reads the original"}, gathers.skipped
+    train(model, ctl, sgd(model), steps=1)
+
+
+def check_checkpoint_across_layouts():
+    """P50: files hold plain high-precision tensors; saved by four ranks, loaded by two, the next step is the same."""
+    import torch.distributed.checkpoint as dcp
+
+    folder = Path(sys.argv[1]) / "dcp"
+    recipe = weight_recipe("mxfp8_e4m3", "nvfp4")
+    model, ctl, _ = build(recipe)
+    optimizer = sgd(model)
+    train(model, ctl, optimizer, steps=2)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    whole = {k: full(v).clone() for k, v in model.state_dict().items()}
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+    loaded, ctl2, gathers = build(recipe, mesh=pairs, seed=2)
+    loaded_state = loaded.state_dict()
+    dcp.load({"model": loaded_state}, checkpoint_id=folder, process_group=pairs.get_group())
+    for k, v in loaded.state_dict().items():
+        assert torch.equal(full(v), whole[k]), k
+    ctl2.begin_step(3)
+    ctl.begin_step(3)
+    with torch.no_grad():
+        assert torch.equal(loaded(batch(3, 0, rank=0)), model(batch(3, 0, rank=0)))
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    wanted = sys.argv[2:]
+    errors = {}
+    for name, check in list(globals().items()):
+        if name.startswith("check_") and (not wanted or name[6:] in wanted):
+            try:
+                check()
+                errors[name[6:]] = None
+            except Exception:
+                errors[name[6:]] = traceback.format_exc()
+                if dist.get_rank() == 0:
+                    print(name, errors[name[6:]], flush=True)
+            dist.barrier()
+    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(errors))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
