@@ -94,7 +94,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--recipe", nargs="+", default=list(GOALS), help="names or paths (default: %(default)s)")
     parser.add_argument("--peers", nargs="*", choices=["te", "local"], default=["te"],
                         help="beside them: te (Transformer Engine, where importable), local (Megatron's own layers)")
-    parser.add_argument("--plain", action="store_true", help="time every recipe on plain torch layers too")
+    parser.add_argument("--plain", nargs="*", default=[], metavar="RECIPE", help="time these on plain torch layers too")
     for name, size in {**GOAL_SHAPE, "repeat": 10}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--main-grad", action="store_true", help="weight gradients add into FP32 main_grad (P10b)")
@@ -318,7 +318,7 @@ def measure(args, data) -> list[dict]:
         subjects.append(ours(args, recipe))
         rows[recipe] = {"what": recipe, "GiB": peak_gib(subjects[-1], data[0])}
         clear(subjects[-1])
-        if args.plain:
+        if recipe in args.plain:
             name = f"{recipe} plain torch"
             subjects.append(ours(args, recipe, fused=False, name=name))
             rows[name] = {"what": name, "GiB": peak_gib(subjects[-1], data[0])}
@@ -339,6 +339,11 @@ def measure(args, data) -> list[dict]:
     return list(rows.values())
 
 
+def short(kernel: str) -> str:
+    """A kernel's name without what every instance of a template repeats."""
+    return re.sub(r"at::native::|void |\(anonymous namespace\)::|cudnn_generated_|<unnamed>::", "", kernel)[:70]
+
+
 def show(rows: list[dict], checks: list[dict]) -> None:
     card = torch.cuda.get_device_name() if ON_GPU else "CPU"
     cells = [
@@ -351,8 +356,8 @@ def show(rows: list[dict], checks: list[dict]) -> None:
         if "profile" in row:
             parts = ", ".join(f"{k} {v:.2f}" for k, v in sorted(row["profile"]["kinds"].items(), key=lambda kv: -kv[1]))
             print(f"{row['what']}: {row['profile']['sum']:.1f} ms on the device: {parts}")
-            for k in row["profile"]["kernels"][:16]:
-                print(f"    {k['ms']:7.3f} ms {k['calls']:4d} x {k['kind']:10.10s} {k['kernel'][:90]}")
+            for k in row["profile"]["kernels"][:14]:
+                print(f"  {k['ms']:7.3f} ms {k['calls']:4d} x {k['kind']:9.9s} {short(k['kernel'])}")
     for c in checks:
         print(f"{c['recipe']}: {'ok' if c['ok'] else 'WRONG'}, off by {c['worst_ratio']:.2f}x as much as plain torch "
               f"at most; loss off by {c['fused']['loss']:.2e} (plain {c['plain']['loss']:.2e})")  # fmt: skip
