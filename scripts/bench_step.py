@@ -13,13 +13,12 @@ from __future__ import annotations
 import argparse
 import gc
 import logging
-import re
 import time
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from bench_common import median, write_result
+from step_profile import copy_bandwidth, profile, short
 
 from megatron_hybrid.explain import Table
 from megatron_hybrid.patches import cpu_device
@@ -45,14 +44,6 @@ with quiet_missing_te_warnings():
 TE_TABLE = {"bf16": 102.1, "fp8_delayed": 78.9, "fp8_current": 80.8, "fp8_block": 88.1}
 TE_RECIPES = {"bf16": None, "fp8_delayed": "delayed", "fp8_current": "tensorwise", "fp8_block": "blockwise"}
 GOALS = {"bf16": 100.0, **{name: 0.97 * TE_TABLE[name] for name in ("fp8_delayed", "fp8_current", "fp8_block")}}
-KINDS = (  # of kernels, by name; the first that fits
-    ("attention", r"sdpa|fmha|flash"),
-    ("gemms", r"gemm|nvjet|cutlass|xmma|splitkreduce|cublas"),
-    ("casts", r"mh::"),
-    ("fused", r"^_(norm|swiglu|split_rotate|loss|column)"),
-    ("copies", r"memcpy|memset|copy_kernel|CatArray"),
-    ("torch elementwise", r"elementwise|reduce_kernel|triton_"),
-)
 DATA_SETS = 3
 _SPIN = 40_000_000  # clock cycles, about 22 ms
 CHECKED = 2048  # tokens of the comparison with FP32, whose attention holds all its scores
@@ -289,29 +280,6 @@ def clear(subject: Subject) -> None:
         p.grad = None
 
 
-def kind(kernel: str) -> str:
-    return next((name for name, pattern in KINDS if re.search(pattern, kernel, re.I)), "other")
-
-
-def profile(subject: Subject, batch) -> dict:
-    """Device ms of one step by kind of kernel, and the longest kernels."""
-    subject.step(batch)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        subject.step(batch)
-        torch.cuda.synchronize()
-    clear(subject)
-    kinds, kernels, calls = Counter(), Counter(), Counter()
-    for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            ms = event.time_range.elapsed_us() / 1e3
-            kinds[kind(event.name)] += ms
-            kernels[event.name] += ms
-            calls[event.name] += 1
-    longest = [{"kernel": n[:160], "ms": ms, "calls": calls[n], "kind": kind(n)} for n, ms in kernels.most_common(40)]
-    return {"kinds": dict(kinds), "kernels": longest, "sum": sum(kinds.values())}
-
-
 def measure(args, data) -> list[dict]:
     subjects, rows = [], {}
     for recipe in args.recipe:
@@ -330,18 +298,16 @@ def measure(args, data) -> list[dict]:
     interleaved_ms(subjects, data, 2)
     for name, times in interleaved_ms(subjects, data, args.repeat).items():
         rows[name] |= {"ms": median(times), "least": min(times), "most": max(times)}
-    for subject in subjects if args.profile and ON_GPU else ():
-        rows[subject.name]["profile"] = profile(subject, data[0])
+    if args.profile and ON_GPU:
+        copy = copy_bandwidth()
+        for subject in subjects:
+            rows[subject.name]["profile"] = profile(subject, data[0], args, copy)
+            clear(subject)
     for name, row in rows.items():
         beside = rows.get(f"TE {name}")
         known = GOALS.get(name) if is_goal_shape(args) else None
         row["goal"] = 0.97 * beside["ms"] if beside and name != "bf16" else known
     return list(rows.values())
-
-
-def short(kernel: str) -> str:
-    """A kernel's name without what every instance of a template repeats."""
-    return re.sub(r"at::native::|void |\(anonymous namespace\)::|cudnn_generated_|<unnamed>::", "", kernel)[:70]
 
 
 def show(rows: list[dict], checks: list[dict]) -> None:
@@ -356,6 +322,8 @@ def show(rows: list[dict], checks: list[dict]) -> None:
         if "profile" in row:
             parts = ", ".join(f"{k} {v:.2f}" for k, v in sorted(row["profile"]["kinds"].items(), key=lambda kv: -kv[1]))
             print(f"{row['what']}: {row['profile']['sum']:.1f} ms on the device: {parts}")
+            shares = ", ".join(f"{n[1:]} {s:.0%}" for n, s in row["profile"]["shares"].items())
+            print(f"  of the copy bandwidth ({row['profile']['copy']:.2f} TB/s): {shares}")
             for k in row["profile"]["kernels"][:14]:
                 print(f"  {k['ms']:7.3f} ms {k['calls']:4d} x {k['kind']:9.9s} {short(k['kernel'])}")
     for c in checks:
