@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import queue
+import random
 import runpy
 import signal
 import socket
@@ -39,9 +40,12 @@ RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One below those that the system gives to connections: it is bound again later, and must be free still."""
+    while True:
+        port = random.randrange(15000, 32000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def become(case: dict, ranks: int, port: int, output: Path) -> None:

@@ -156,7 +156,7 @@ def test_the_first_nan_is_named(runs):
     assert all(code != 0 for code in nan.exit)
     said = "".join(nan.output)
     assert "NanFound: rank " in said and "step 2, microbatch 0, module decoder.layers.0.self_attention.linear_qkv: " in said
-    assert "linear_qkv: input (rowwise for fprop) has " in said
+    assert "linear_qkv: input (rowwise for fprop and columnwise for wgrad) has " in said
 
 
 def test_dataset_files(runs):
