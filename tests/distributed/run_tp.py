@@ -1,6 +1,6 @@
 """Tensor- and sequence-parallel linears against the same linear on one rank, all checks in one launch.
 
-    torchrun --nproc-per-node N run_tp.py [--backend gloo|nccl] [--out FOLDER] [--only NAME ...]
+    torchrun --nproc-per-node N run_tp.py [--backend gloo|nccl] [--out FOLDER] [--only NAME ...] [--bench]
 
 Rank 0 prints a line for every check; rank r writes FOLDER/r.json, a dict of check -> error or None. The exit status
 is 1 when a check failed on this rank. Tensors are on the CPU with gloo, on the GPUs with NCCL.
@@ -41,8 +41,9 @@ def split_dims(layout: str) -> dict:
     return {WEIGHT: 0, GRAD_OUTPUT: 1} if "column" in layout else {INPUT: 1, WEIGHT: 1}
 
 
-def both(ranks: Ranks, layout: str, name: str, rows: int, *, bias=False, batch=2):
-    """The whole linear's result and this rank's, from the same tensors. rows: tokens a rank, over the batch."""
+def both(ranks: Ranks, layout: str, name: str, rows: int, *, bias=False, batch=2, backend="reference"):
+    """The whole linear's result and this rank's, from the same tensors. rows: tokens a rank, over the batch. backend:
+    of every gemm; None: what the device's plan chooses."""
     K, N = sizes(ranks, layout)
     sequence = rows * ranks.size // batch
     x, dy = ranks.randn(sequence * batch, K, seed=1), ranks.randn(sequence * batch, N, seed=2)
@@ -50,8 +51,8 @@ def both(ranks: Ranks, layout: str, name: str, rows: int, *, bias=False, batch=2
     shape = (sequence, batch)
     pieces = 1 + ("gated" in layout)
     chosen = recipe(name)
-    one = run(ranks, "one", ranks.runtime("one", chosen, K, N), x.view(*shape, K), w, dy.view(*shape, N), b)
-    runtime = ranks.runtime(layout, chosen, K, N)
+    one = run(ranks, "one", ranks.runtime("one", chosen, K, N, backend), x.view(*shape, K), w, dy.view(*shape, N), b)
+    runtime = ranks.runtime(layout, chosen, K, N, backend)
     if "column" in layout:
         own_x = ranks.part(x, 0).view(-1, batch, K) if layout.endswith("SP") else x.view(*shape, K)
         own = own_x, ranks.part(w, 0, pieces), ranks.part(dy, 1, pieces).view(*shape, -1)
@@ -101,8 +102,9 @@ def compare_results(ranks: Ranks, layout: str, one, split, what: str) -> None:
         total, magnitude = partial_sums(ranks, layout, one, "dgrad")
         dim = 0 if sequence else None
         close_sum(split.dx.flatten(0, 1), ranks.part(total, dim), ranks.part(magnitude, dim), ranks.size, f"{what}: dx")
-        if one.db is not None:
-            assert torch.equal(ranks.part(one.db, 0, pieces), split.db), f"{what}: db"
+        if one.db is not None:  # torch's own sum over rows, whose order follows the width on a GPU
+            bound = 0.0 if ranks.device.type == "cpu" else 2.0**-7
+            assert torch.allclose(ranks.part(one.db, 0, pieces), split.db, rtol=bound, atol=bound), f"{what}: db"
         return
     assert torch.equal(ranks.part(one.dx, 2), split.dx), f"{what}: dx"
     assert torch.equal(ranks.part(one.dw, 1), split.dw), f"{what}: dw"
@@ -125,6 +127,15 @@ def check_p60_c26_operands_and_results_are_one_ranks(ranks: Ranks):
         plan = runtime.plan_for(ranks.device)
         assert not plan.cut_shards(), what
         assert not [way for *_, way in plan.gathers if way == "high precision"], (what, plan.gathers)
+
+
+def check_columns_as_the_devices_gemms_read_them(ranks: Ranks):
+    """The same with the backends that the device chooses: columns are gathered contraction-contiguous, two codes a byte."""
+    for layout, name in itertools.product(LAYOUTS, ("fp8_current", "mxfp8", "nvfp4", "mxfp8 / nvfp4 derived")):
+        one, split, runtime, _ = both(ranks, layout, name, rows=128, backend=None)
+        assert any(s.transposed for operands in split.operands.values() for s in operands), (layout, name)
+        compare_operands(ranks, layout, one, split, f"{layout}, {name}, chosen backends")
+        assert all(torch.isfinite(t).all() for t in (split.y, split.dx, split.dw))
 
 
 def check_c23_c24_ragged_sequences(ranks: Ranks):
@@ -280,7 +291,7 @@ def check_c30_rowwise_for_100_steps(ranks: Ranks):
         weights = [0.1 * ranks.randn(*shape, seed=s, dtype=torch.float32).clamp(-3, 3) for s, shape in enumerate(((F, H), (H, F)))]
         weights = [(ranks.part(w, dim) if cut else w).requires_grad_() for dim, w in enumerate(weights)]
         own_x, own_target = (ranks.part(t, 0) if cut else t for t in (x, target))
-        runtimes = [ranks.runtime(layout, recipe("fp8_rowwise"), k, n, None) for layout, k, n in zip(layouts, (H, F), (F, H))]
+        runtimes = [ranks.runtime(layout, recipe("fp8_rowwise"), k, n, "emulated") for layout, k, n in zip(layouts, (H, F), (F, H))]
         losses = []
         for _ in range(steps):
             calls = [r.call(ranks.device, ranks.communication(l), training=True, rows=M // ranks.size) for r, l in zip(runtimes, layouts)]
@@ -304,6 +315,32 @@ def check_c30_rowwise_for_100_steps(ranks: Ranks):
     assert train(("column SP", "row SP"), 10) == split[:10], "equal runs differ"
 
 
+def bench(ranks: Ranks, tokens=8192, hidden=4096, ffn=8192, repeats=20) -> None:
+    """Milliseconds and gathered megabytes of a forward and backward, printed by rank 0: GPUs only."""
+    for layout, (K, N) in {"column SP": (hidden, ffn), "row SP": (ffn, hidden)}.items():
+        column = layout == "column SP"
+        rows, x_rows, dy_rows = tokens // ranks.size, tokens // (ranks.size if column else 1), tokens // (1 if column else ranks.size)
+        k, n = (K, N // ranks.size) if column else (K // ranks.size, N)
+        make = dict(device=ranks.device, dtype=torch.bfloat16)
+        x, w, dy = torch.randn(x_rows, 1, k, **make), torch.randn(n, k, **make) / 64, torch.randn(dy_rows, 1, n, **make)
+        x.requires_grad_(), w.requires_grad_()
+        for name in ("bf16", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4"):
+            runtime = ranks.runtime(layout, recipe(name), K, N, None)
+            call = runtime.call(ranks.device, ranks.communication(layout), training=True, rows=rows)
+            times = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            for step in range(repeats + 5):
+                if step == 5:
+                    times[0].record()
+                with on_the_wire() as sent:
+                    hybrid_linear(x, w, None, call).backward(dy)
+            times[1].record()
+            torch.cuda.synchronize()
+            moved = sum(s.nbytes for s in sent if s.name == "all_gather_into_tensor") * (ranks.size - 1) / 1e6
+            if ranks.rank == 0:
+                ms = times[0].elapsed_time(times[1]) / repeats
+                print(f"bench  {layout:9} {name:12} {ms:7.3f} ms forward + backward, {moved:6.1f} MB gathered", flush=True)
+
+
 def start(backend: str) -> Ranks:
     """The process group of all ranks, and this rank's device."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -320,6 +357,7 @@ def main() -> int:
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=[""], help="beginnings of checks' names")
+    parser.add_argument("--bench", action="store_true", help="also time linears of 4096 x 8192 (GPUs)")
     args = parser.parse_args()
     ranks = start(args.backend)
     errors = {}
@@ -337,6 +375,8 @@ def main() -> int:
         if ranks.rank == 0:
             failed = [f"rank {r}: {text}" for r, text in enumerate(outcomes) if text]
             print(f"{'FAILED' if failed else 'ok':6} {time.monotonic() - began:6.1f} s  {name}", *failed, sep="\n    ", flush=True)
+    if args.bench:
+        bench(ranks)
     if args.out:
         (args.out / f"{ranks.rank}.json").write_text(json.dumps(errors))
     dist.destroy_process_group()

@@ -59,6 +59,6 @@ def test_c30_rowwise_for_100_steps(two):
     passed(two, "c30")
 
 
-@pytest.mark.parametrize("start", ["weights_whose", "kept_for", "amaxes_of", "maximum_keeps"])
+@pytest.mark.parametrize("start", ["weights_whose", "kept_for", "amaxes_of", "maximum_keeps", "columns_as"])
 def test_check(two, start):
     passed(two, start)

@@ -1,0 +1,55 @@
+"""scripts/run_distributed_tests.sh: what it runs where, and its table."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+from launch import REPOSITORY
+
+pytestmark = pytest.mark.dist
+
+WORKER = """
+import json, os, sys
+rank = os.environ["RANK"]
+errors = {"right": None, "wrong": "Traceback\\nAssertionError: 1 is not 2" if rank == "1" else None}
+open(f"{sys.argv[1]}/{rank}.json", "w").write(json.dumps(errors))
+sys.exit(int(rank))
+"""
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("run_distributed_tests", REPOSITORY / "scripts" / "run_distributed_tests.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look there
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+def test_what_runs_where(script):
+    for suite in script.SUITES:
+        assert (script.WORKERS / suite.worker).is_file()
+    tensor, megatron, fsdp = script.SUITES
+    assert [tensor.reason_not(backend, n) for backend in ("gloo", "nccl") for n in (2, 8)] == [None] * 4
+    assert megatron.reason_not("nccl", 2) == "for gloo only" and megatron.reason_not("gloo", 4) == "for 2 ranks"
+    assert fsdp.reason_not("gloo", 4) is None
+
+
+def test_a_failure_names_check_and_rank(script, tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text(WORKER)
+    monkeypatch.setattr(script, "WORKERS", tmp_path)
+    found = list(script.rows(script.Suite("two", "worker.py", ("{out}",)), "gloo", 2, tmp_path / "out"))
+    assert found == [("two", "right", "ok", ""), ("two", "wrong", "FAILED", "rank 1: AssertionError: 1 is not 2")]
+    assert script.table(found).splitlines() == ["two", "  ok      right", "  FAILED  wrong  rank 1: AssertionError: 1 is not 2"]
+
+
+def test_mistakes_end_with_a_line():
+    done = subprocess.run(
+        [REPOSITORY / "scripts" / "run_distributed_tests.sh", "--nproc", "1", "--backend", "gloo"],
+        capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable},
+    )  # fmt: skip
+    assert done.returncode == 2 and "the checks need two ranks" in done.stderr
