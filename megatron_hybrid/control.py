@@ -14,7 +14,8 @@ Megatron's training calls the same object through its hooks.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import logging
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import torch
@@ -33,7 +34,8 @@ class Controller:
     """Made by `prepare`. Methods are cheap: they do nothing on the device for recipes that need nothing.
 
     runtimes: of the model's quantized linears. others: roles of modules that a recipe may name and leaves alone.
-    replica, num_replicas: see `RandomKeys`.
+    replica, num_replicas: see `RandomKeys`. say: gets a line whenever plans change; by default the logger
+    ``megatron_hybrid`` does, as information.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class Controller:
             runtime.weight_cache = WeightCache()
         self.recorder = None  # of statistics
         self.before_steps = []  # called in `begin_step`, once the step's plans are there
+        self.say = lambda line: None
         if recipe is not None:
             self.switch(recipe)
+        self.say = logging.getLogger("megatron_hybrid").info
 
     def record_statistics(self, every: int, path, **options) -> None:
         """Every `every` steps, measure what the casts of the first microbatch do and append it to a file of JSON lines.
@@ -68,8 +72,9 @@ class Controller:
 
     def begin_step(self, step: int, num_microbatches: int | None = None) -> None:
         """Start of step `step` (Megatron's 1-based iteration): step rules take effect, a cache window opens."""
-        for runtime in self.runtimes:
-            runtime.set_step(step)
+        changed = [runtime.set_step(step) for runtime in self.runtimes].count(True)
+        if changed:
+            self.say(f"step {step}: rules on steps change {changed} of {len(self.runtimes)} linears; {self._runs()}")
         self.keys.set(step, 0, num_microbatches)
         for runtime in self.runtimes:
             runtime.make_keys()
@@ -119,8 +124,16 @@ class Controller:
         recipe.check_matches([*(r.role for r in self.runtimes), *self.others])
         for runtime in self.runtimes:
             runtime.check(recipe)
+        names = dict.fromkeys(runtime.recipe.name for runtime in self.runtimes)
         for runtime in self.runtimes:
             runtime.replan(recipe)
+        self.say(f"recipe {', '.join(names)} becomes {recipe.name} from step {self.keys.step} on; {self._runs()}")
+
+    def _runs(self) -> str:
+        """How many gemms run as what now."""
+        plans = (plan for runtime in self.runtimes for plan in runtime.plans())
+        kinds = Counter(step.runs for plan in plans for step in plan.steps().values())
+        return "gemms: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
 
 
 def _reduce_amaxes(runtimes: list[LinearRuntime], groups) -> None:

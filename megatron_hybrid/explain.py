@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .formats import DIRECTIONS, parse_format
-from .gemm import BACKENDS, DeviceKind, GemmPair
+from .gemm import BACKENDS, OPERANDS, DeviceKind, GemmPair
 from .model_shape import LinearShape
 from .plan import INPUT, WEIGHT, GemmPlan, describe_operands
 from .runtime import LinearRuntime
@@ -54,7 +54,7 @@ def explain(model, shapes: Mapping[str, LinearShape] | None = None) -> Table:
 
     Columns: module, gemm, operand A and B with their formats, accumulation, backend, native or emulated, the multiples
     to which the backend pads M, N and K, and what forward keeps for backward. shapes: sizes by module name; then also
-    the bytes kept and the bytes that a rank receives when its input is gathered, and below the table their sums beside
+    the bytes kept and the bytes that a rank receives when an operand is gathered, and below the table their sums beside
     bf16's.
     """
     plans = plans_of(model) if hasattr(model, "named_modules") else list(model)
@@ -79,9 +79,10 @@ def _plan_rows(name: str, plan: GemmPlan, shapes):
 
 
 def _bytes_cells(plan: GemmPlan, gemm: str, kept: str | None, shape: LinearShape) -> tuple[str, str]:
-    """The input is gathered for fprop, and once more for wgrad."""
+    """What is kept, and what is received before this gemm: an input for fprop and wgrad, a gradient for dgrad and wgrad."""
     saved = format_bytes(shape.saved_bytes(plan, kept)) if kept else "-"
-    return saved, format_bytes(shape.gathered_bytes) if gemm != "dgrad" and shape.gathers > 1 else "-"
+    direction = dict(OPERANDS[gemm]).get(plan.gathered)
+    return saved, "-" if direction is None else format_bytes(shape.gathered_bytes(plan, direction))
 
 
 def _totals(plans) -> str:
@@ -100,11 +101,13 @@ def _byte_totals(plans, shapes) -> tuple[str, ...]:
     saved = sum(shape.saved_bytes(plan, INPUT) for plan, shape in known)
     casts = sum(shape.payload_bytes(plan, WEIGHT, d) for plan, shape in known for d in DIRECTIONS)
     weights = 2 * sum(shape.out_features * shape.in_features for _, shape in known)
-    gathered = 2 * sum(shape.gathered_bytes for _, shape in known)
+    gathered = sum(shape.gathered_bytes(plan, direction) for plan, shape in known for direction in DIRECTIONS)
+    hp_gathered = sum(shape.hp_gathered_bytes for plan, shape in known if plan.gathered)
     lines = [
         f"inputs kept for backward, a microbatch: {format_bytes(saved)}; bf16: {format_bytes(hp)} ({_percent(saved, hp)})",
         f"cast weights, held through a step: {format_bytes(casts)} beside parameters of {format_bytes(weights)} in bf16",
-        f"inputs gathered, a microbatch, forward and backward: {format_bytes(gathered)}; bf16: {format_bytes(gathered)}",
+        f"inputs and gradients gathered, a microbatch: {format_bytes(gathered)}; bf16: {format_bytes(hp_gathered)} "
+        f"({_percent(gathered, hp_gathered)})",
     ]
     missing = len(plans) - len(known)
     return (*lines, *([f"{missing} linears of unknown size are left out of the sums"] if missing else []))

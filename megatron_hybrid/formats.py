@@ -131,6 +131,11 @@ FAMILIES = {
 _POW2_BY_DEFAULT = frozenset({"fp8_block"})
 
 
+# properties of a Format
+_FACTS = ("scale", "is_quantized", "is_stateful", "bits", "tile", "pow2", "eps", "rht", "sr", "row_scaled", "is_per_tensor",
+          "outer_axis")  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Format:
     """A quantization format. Make one with :func:`parse_format`; ``str()`` gives the canonical name back."""
@@ -139,6 +144,10 @@ class Format:
     element: str | None = None
     options: tuple[tuple[str, object], ...] = ()
     name: str = field(default="", compare=False)
+
+    def __post_init__(self):
+        for name in _FACTS:  # every cast asks: worked out once, here
+            getattr(self, name)
 
     def __str__(self) -> str:
         return self.name
@@ -153,54 +162,54 @@ class Format:
                 return opt.default
         return False
 
-    @property
+    @functools.cached_property
     def scale(self) -> str:
         return FAMILIES[self.family].scale
 
-    @property
+    @functools.cached_property
     def is_quantized(self) -> bool:
         return self.scale != "none"
 
-    @property
+    @functools.cached_property
     def is_stateful(self) -> bool:
         """True for delayed scaling: quantizing needs an amax history."""
         return FAMILIES[self.family].stateful
 
-    @property
+    @functools.cached_property
     def bits(self) -> int:
         """Bits a code; 16 for high precision."""
         return ELEMENTS[self.element].bits if self.element else 16
 
-    @property
+    @functools.cached_property
     def tile(self) -> bool:
         """True when a scale covers a square tile and is therefore shared by both directions."""
         return bool(self.option("2d"))
 
-    @property
+    @functools.cached_property
     def pow2(self) -> bool:
         return bool(self.option("pow2")) or (self.family in _POW2_BY_DEFAULT and not self.option("no_pow2"))
 
-    @property
+    @functools.cached_property
     def eps(self) -> float:
         return float(self.option("eps"))
 
-    @property
+    @functools.cached_property
     def rht(self) -> bool:
         return bool(self.option("rht"))
 
-    @property
+    @functools.cached_property
     def sr(self) -> bool:
         return bool(self.option("sr"))
 
-    @property
+    @functools.cached_property
     def row_scaled(self) -> bool:
         return bool(self.option("row_scaled"))
 
-    @property
+    @functools.cached_property
     def is_per_tensor(self) -> bool:
         return self.is_quantized and FAMILIES[self.family].block == (None, None)
 
-    @property
+    @functools.cached_property
     def outer_axis(self) -> str:
         """What one FP32 outer scale or amax covers: ``none``, ``tensor`` or ``row`` (of the contraction view)."""
         if FAMILIES[self.family].block == (1, None) or self.row_scaled:

@@ -30,10 +30,7 @@ def start_payload(comm, s: QuantizedStorage):
 def start_input(call, x: torch.Tensor, keep: bool):
     """(`finish` -> the whole input's rowwise payload for fprop, what is kept of this rank's rows for backward)."""
     plan, rows = call.plan, as_matrix(x).shape[0]
-    row, col = plan.gather(ROWWISE, rows), plan.gather(COLUMNWISE, rows)
-    kept = plan.saved[INPUT] if keep else None
-    if kept not in (None, ORIGINAL):
-        kept = {PAYLOAD: kept, ROW_PAYLOAD: ROWWISE}.get(col, ORIGINAL)
+    row, kept = plan.gather(ROWWISE, rows), plan.kept_of_gathered(rows) if keep else None
     travels = row == PAYLOAD
     wanted = dict(rowwise=travels or kept == ROWWISE, columnwise=kept == COLUMNWISE)
     own_row, own_col = call.cast(INPUT, x, **wanted) if any(wanted.values()) else (None, None)

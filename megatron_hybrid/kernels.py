@@ -65,7 +65,8 @@ def spec(fmt: Format, direction: str, device: torch.device):
 def _where(t: torch.Tensor) -> tuple[int, int]:
     """Where a call runs: the tensor's CUDA device and that device's current stream, or torch's CPU threads."""
     if t.device.type == "cuda":
-        return torch.cuda.current_stream(t.device).cuda_stream, t.device.index
+        index = t.device.index
+        return torch._C._cuda_getCurrentRawStream(index), index  # torch.cuda.current_stream makes an object a call
     return 0, torch.get_num_threads()
 
 

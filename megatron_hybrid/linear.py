@@ -11,7 +11,7 @@ move between ranks is the `Communication`'s; neither is decided here.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -52,6 +52,7 @@ class Communication:
 
 
 LOCAL = Communication()
+NO_BUFFERS = dict.fromkeys(QuantizedStorage.BUFFERS)
 
 
 class WeightCache:
@@ -321,7 +322,7 @@ def save_for_backward(ctx, *kept):
     tensors, frames = [], []
     for item in kept:
         buffers = item.buffers() if isinstance(item, QuantizedStorage) else {} if item is None else {"": item}
-        frame = replace(item, qdata=None, scale=None, outer_amax=None) if isinstance(item, QuantizedStorage) else None
+        frame = item.with_buffers(NO_BUFFERS) if isinstance(item, QuantizedStorage) else None
         frames.append((frame, tuple(buffers)))
         tensors.extend(buffers.values())
     ctx.save_for_backward(*tensors)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
 
-from .plan import INPUT, ORIGINAL, WEIGHT, GemmPlan
+from .formats import COLUMNWISE, ROWWISE
+from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
+from .sharding import AS_IS, HIGH_PRECISION, PAYLOAD, ROW_PAYLOAD
 from .storage import QuantizedStorage
+from .storage_layout import row_dims
 
 _DTYPE = torch.bfloat16
 _GATED_MULTIPLE = 64  # Megatron rounds a gated MLP's default width up to it
@@ -23,43 +27,75 @@ class ShapeError(ValueError):
 class LinearShape:
     """One linear on one rank in one microbatch: `rows` (M) tokens reach its gemms, `out_features` N, `in_features` K.
 
-    gathers: ranks whose shares of the input are gathered, 1 where none are.
+    gathers, gathered: how many ranks' rows of which operand are put together before its gemms; 1 where none are.
     """
 
     rows: int
     out_features: int
     in_features: int
     gathers: int = 1
+    gathered: str = INPUT
+
+    def own_rows(self, operand: str) -> int:
+        """Tokens of an operand on this rank, before a gather."""
+        return self.rows // (self.gathers if operand == self.gathered else 1)
 
     def size(self, operand: str) -> tuple[int, int]:
-        return (self.out_features, self.in_features) if operand == WEIGHT else (self.rows, self.in_features)
+        """(M, K) of this rank's part."""
+        if operand == WEIGHT:
+            return self.out_features, self.in_features
+        return self.own_rows(operand), self.in_features if operand == INPUT else self.out_features
+
+    def _hp_bytes(self, operand: str) -> int:
+        return math.prod(self.size(operand)) * _DTYPE.itemsize
 
     @property
     def hp_input_bytes(self) -> int:
         """What a bf16 linear keeps of its input: this rank's share."""
-        return self.rows * self.in_features * _DTYPE.itemsize // self.gathers
+        return self._hp_bytes(INPUT)
 
     @property
-    def gathered_bytes(self) -> int:
-        """What this rank receives of the input's other shares when they travel in bf16."""
-        return self.hp_input_bytes * (self.gathers - 1)
+    def hp_gathered_bytes(self) -> int:
+        """What this rank of a bf16 linear receives in forward and backward: an input twice, a gradient once."""
+        return self._hp_bytes(self.gathered) * (self.gathers - 1) * (2 if self.gathered == INPUT else 1)
+
+    def gathered_bytes(self, plan: GemmPlan, direction: str) -> int:
+        """What this rank receives of the gathered operand's direction from the others."""
+        operand = plan.gathered
+        if operand is None:
+            return 0
+        rows, gradient = self.own_rows(operand), operand == GRAD_OUTPUT
+        way = plan.gather(direction, rows)
+        if way == ROW_PAYLOAD:
+            if gradient:
+                return 0  # it is there for dgrad
+            way, direction = PAYLOAD, ROWWISE
+        if way == PAYLOAD:
+            made = self._payload(plan, operand, direction)
+            moved = sum(made.buffers()[name].nbytes for name, dim in row_dims(made).items() if dim is not None)
+            return moved * (self.gathers - 1)
+        if gradient and direction == COLUMNWISE and plan.gather(ROWWISE, rows) in (AS_IS, HIGH_PRECISION):
+            return 0  # the tensor travels once
+        return self._hp_bytes(operand) * (self.gathers - 1)
 
     def saved_bytes(self, plan: GemmPlan, operand: str) -> int:
         """What forward keeps of an operand for backward, beside the parameter itself."""
-        if operand == INPUT and (self.gathers > 1 or plan.saved[INPUT] == ORIGINAL):
-            return self.hp_input_bytes
-        if plan.saved[operand] == ORIGINAL:
-            return 0
-        return self.payload_bytes(plan, operand, plan.saved[operand])
+        kept = plan.saved[operand]
+        if operand == INPUT and plan.gathered == INPUT:
+            kept = plan.kept_of_gathered(self.own_rows(INPUT))
+        if kept == ORIGINAL:
+            return self.hp_input_bytes if operand == INPUT else 0
+        return self.payload_bytes(plan, operand, kept)
 
     def payload_bytes(self, plan: GemmPlan, operand: str, direction: str) -> int:
-        """Codes and scales of one direction of an operand; 0 where it stays in high precision."""
+        """Codes and scales of one direction of this rank's part of an operand; 0 where it stays in high precision."""
         fmt = getattr(plan.quantizers[operand], direction)
-        if not fmt.is_quantized:
-            return 0
-        transposed = direction == "columnwise" and plan.transposed(operand)
-        made = QuantizedStorage.empty(fmt, direction, self.size(operand), _DTYPE, "meta", transposed=transposed)
-        return made.nbytes
+        return self._payload(plan, operand, direction).nbytes if fmt.is_quantized else 0
+
+    def _payload(self, plan: GemmPlan, operand: str, direction: str) -> QuantizedStorage:
+        fmt = getattr(plan.quantizers[operand], direction)
+        transposed = direction == COLUMNWISE and plan.transposed(operand)
+        return QuantizedStorage.empty(fmt, direction, self.size(operand), _DTYPE, "meta", transposed=transposed)
 
 
 @dataclass(frozen=True)
@@ -137,6 +173,12 @@ class ModelShape:
             raise ShapeError(f"{path}: expected a mapping from Megatron's flags to values, found {type(flags).__name__}")
         return cls.of({str(name).lstrip("-").replace("-", "_"): value for name, value in flags.items()}, str(path))
 
+    @property
+    def rows_of_a_rank(self) -> int:
+        """Tokens of a microbatch that a sequence-parallel rank has."""
+        rows = self.seq_length * self.micro_batch_size // self.context_parallel_size
+        return rows // (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
     def linear(self, role) -> LinearShape | None:
         """Sizes of the linear of a `ModuleRole`, by the last part of its name; None where they are not known."""
         tp = self.tensor_model_parallel_size
@@ -158,7 +200,7 @@ class ModelShape:
         if column.get(leaf):
             return LinearShape(rows, column[leaf] // tp, self.hidden_size, gathers)
         if leaf in row:
-            return LinearShape(rows, self.hidden_size, row[leaf] // tp)
+            return LinearShape(rows, self.hidden_size, row[leaf] // tp, gathers, GRAD_OUTPUT)
         return None
 
     def _expert(self, leaf: str, rows: int) -> LinearShape | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +16,8 @@ from . import gemm as gemms
 from .formats import COLUMNWISE, ROWWISE, nearest
 from .gemm import DIMENSIONS, OPERANDS, DeviceKind, GemmBackend, GemmPair
 from .quantizer import HybridQuantizer, as_matrix
-from .sharding import Sharding, column_gather, covers_other_ranks, cuts_blocks, row_gather
+from .sharding import PAYLOAD as TRAVELS
+from .sharding import ROW_PAYLOAD, Sharding, column_gather, covers_other_ranks, cuts_blocks, row_gather
 from .storage import QuantizedStorage, derive_columnwise
 
 INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
@@ -29,10 +31,20 @@ class PlanError(ValueError):
 
 @dataclass(frozen=True)
 class GemmStep:
-    """One GEMM of the plan: which payloads it multiplies and on which backend."""
+    """One GEMM of the plan: which payloads it multiplies and on which backend.
+
+    multiply    the backend's function of (A, B, out_dtype, accumulate_into), made once for the pair
+    directions  of A and of B
+    """
 
     pair: GemmPair
     backend: GemmBackend
+    multiply: Callable = field(init=False, compare=False, repr=False)
+    directions: tuple[str, str] = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "multiply", self.backend.prepare(self.pair))
+        object.__setattr__(self, "directions", tuple(direction for _, direction in OPERANDS[self.pair.gemm]))
 
     @property
     def native(self) -> bool:
@@ -92,6 +104,13 @@ class GemmPlan:
             return row_gather(quantizer, rows)
         return column_gather(quantizer, rows, row_is_there=self.gathered == GRAD_OUTPUT)
 
+    def kept_of_gathered(self, rows: int) -> str:
+        """What is kept for backward of this rank's rows of a gathered input; as `saved`."""
+        saved = self.saved[INPUT]
+        if saved == ORIGINAL:
+            return ORIGINAL
+        return {TRAVELS: saved, ROW_PAYLOAD: ROWWISE}.get(self.gather(COLUMNWISE, rows), ORIGINAL)
+
     def cut_shards(self) -> list[str]:
         """``weight.rowwise nvfp4`` of every direction whose blocks end at shard bounds, not where the whole tensor's do.
 
@@ -145,14 +164,18 @@ class GemmPlan:
 
         Raises `PlanError` naming a direction that is missing.
         """
-        for s, (operand, direction) in zip((a, b), OPERANDS[gemm]):
-            if s is None or s.direction != direction:
-                found = "nothing" if s is None else s.direction
-                raise PlanError(f"{self.label}, {gemm}: needs {operand}.{direction}, found {found}")
         step = getattr(self, gemm)
+        if a is None or b is None or (a.direction, b.direction) != step.directions:
+            self._raise_missing(gemm, a, b)
         if not torch.compiler.is_compiling():
             self.calls[gemm, step.backend.name] += 1
-        return step.backend.run(a, b, step.pair, out_dtype, accumulate_into)
+        return step.multiply(a, b, out_dtype, accumulate_into)
+
+    def _raise_missing(self, gemm: str, *payloads):
+        for s, (operand, direction) in zip(payloads, OPERANDS[gemm]):
+            found = "nothing" if s is None else s.direction
+            if found != direction:
+                raise PlanError(f"{self.label}, {gemm}: needs {operand}.{direction}, found {found}")
 
     @property
     def label(self) -> str:

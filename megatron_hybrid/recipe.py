@@ -157,6 +157,11 @@ class Recipe:
         self._check(quant)
         return quant
 
+    @property
+    def has_step_rules(self) -> bool:
+        """Whether any rule is for some steps only, those that hold at every step included."""
+        return any(rule.match.steps for rule in self.rules)
+
     def change_steps(self) -> tuple[int, ...]:
         """The steps, in order, at which :meth:`resolve` may start to give something else than at the step before."""
         edges = {edge for rule in self.rules if rule.match.steps for edge in rule.match.steps.boundaries()}

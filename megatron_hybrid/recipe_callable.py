@@ -123,6 +123,8 @@ class CallableRecipe:
             raise self._error(module, f"{role.tensor_type}: expected a HybridQuantizer or None, found {quantizer!r}")
         return quantizer
 
+    has_step_rules = False
+
     def change_steps(self) -> tuple[int, ...]:
         """None: a function is not asked again during training."""
         return ()

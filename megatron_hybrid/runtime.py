@@ -200,13 +200,18 @@ class LinearRuntime(torch.nn.Module):
 
     # ---- changes of the plan
 
-    def set_step(self, step: int | None) -> None:
-        """Follow the recipe's step rules: re-plan when this step resolves differently."""
-        edges = self.recipe.change_steps()
+    def set_step(self, step: int | None) -> bool:
+        """Follow the recipe's step rules: re-plan when this step resolves differently. Returns whether it did."""
         old, self.step = self.step, step
-        if edges and (old is None or step is None or bisect_right(edges, old) != bisect_right(edges, step)):
+        if not self.recipe.has_step_rules:
+            return False
+        edges = self.recipe.change_steps()
+        # without a step no rule on steps holds, which is a change even for those that hold at every step
+        if old is None or step is None or bisect_right(edges, old) != bisect_right(edges, step):
             if self.recipe.resolve(self.role, step=old) != self.recipe.resolve(self.role, step=step):
                 self.replan(self.recipe)
+                return True
+        return False
 
     def replan(self, recipe: Recipe) -> None:
         """Switch recipe: the new plan is built and checked before anything changes."""

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     recipe.check_matches(enumerate_modules(shape))
     device = parse_device(args.device)
     print(f"recipe {recipe.name} ({recipe.fingerprint[:12]}) on {device}")
-    for part in explained(plans_by_step(recipe, shape, device), shape):
+    for part in explained(plans_by_step(recipe, shape, device, shape), shape):
         print(part)
     return 0
 

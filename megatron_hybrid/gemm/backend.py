@@ -94,6 +94,9 @@ class GemmBackend(Protocol):
     def accumulation(self, pair: GemmPair) -> str:
         """``fast`` or ``full``: what its sums keep when `pair.accumulate` is asked for."""
 
+    def prepare(self, pair: GemmPair):
+        """`run` for one pair: a function of (a, b, out_dtype, accumulate_into), with what can be decided decided."""
+
     def run(
         self, a: QuantizedStorage, b: QuantizedStorage, pair: GemmPair, out_dtype: torch.dtype,
         accumulate_into: torch.Tensor | None = None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from ..formats import Format
@@ -26,6 +28,20 @@ class _ExactSums:
     def accumulation(self, pair: GemmPair) -> str:
         return "full"
 
+    def prepare(self, pair: GemmPair):
+        return _Prepared(self, pair)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A backend's `run` for one pair."""
+
+    backend: _ExactSums
+    pair: GemmPair
+
+    def __call__(self, a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
+        return self.backend.run(a, b, self.pair, out_dtype, accumulate_into)
+
 
 class HighPrecisionBackend(_ExactSums):
     """Both operands as they are: torch's own matmul in the tensors' dtype."""
@@ -38,16 +54,15 @@ class HighPrecisionBackend(_ExactSums):
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
         x, w = a.operand(a.dtype), b.operand(b.dtype)
         if accumulate_into is None and out_dtype == x.dtype:
-            return torch.mm(x, w.T)
-        return finish(mm_fp32(x, w), out_dtype, accumulate_into)
+            return torch.mm(x, w.t())
+        return mm_into(x, w, out_dtype, accumulate_into)
 
 
 class EmulatedBackend(_ExactSums):
     """Decode both operands, multiply exactly what the native instruction would multiply.
 
-    On CUDA the operands are decoded to bf16, in which codes times block scales are exact (E2M1 x E4M3 needs 6
-    significant bits, E4M3 x 2^k needs 4, of 8), and outer scales go into the epilogue. FP32 scales along the
-    contraction do not fit bf16: those operands are decoded to FP32. On the CPU everything is decoded to FP32.
+    On CUDA the operands are decoded to bf16, in which codes times block scales are exact (`_exact_in_bf16`), and outer
+    scales go into the epilogue. Other operands are decoded to FP32. On the CPU everything is.
     """
 
     name = "emulated"
@@ -57,14 +72,12 @@ class EmulatedBackend(_ExactSums):
 
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
         if a.device.type == "cpu" or not (exact_in_bf16(a) and exact_in_bf16(b)):
-            out = mm_fp32(a.operand(torch.float32), b.operand(torch.float32))
-        else:
-            # an FP32 per-tensor or per-row scale is outside the contraction: multiply codes, scale the result
-            out = mm_fp32(bf16_operand(a), bf16_operand(b))
-            for s, along_rows in ((a, True), (b, False)):
-                if (scale := epilogue_scale(s)) is not None:
-                    out *= scale.reshape(-1, 1) if along_rows else scale.reshape(1, -1)
-        return finish(out, out_dtype, accumulate_into)
+            return mm_into(a.operand(torch.float32), b.operand(torch.float32), out_dtype, accumulate_into)
+        x, w = bf16_operand(a), bf16_operand(b)
+        rows, columns = epilogue_scale(a), epilogue_scale(b)
+        if rows is None and columns is None:
+            return mm_into(x, w, out_dtype, accumulate_into)
+        return _scale_into(mm_fp32(x, w), rows, columns, out_dtype, accumulate_into)
 
 
 class ReferenceBackend(_ExactSums):
@@ -79,9 +92,44 @@ class ReferenceBackend(_ExactSums):
 
 def mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """`a @ b.T` with an FP32 result: FP32 products on the CPU, bf16 operands with FP32 output on CUDA."""
-    if a.device.type == "cuda" and a.dtype == b.dtype != torch.float32:
-        return torch.mm(a, b.T, out_dtype=torch.float32)
-    return torch.mm(a.float(), b.float().T)
+    if _low_precision(a, b):
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return torch.mm(a.float(), b.float().t())
+
+
+def mm_into(a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
+    """`a @ b.T` in FP32 sums, rounded once to `out_dtype` or added to an FP32 `accumulate_into`, by the GEMM where it can.
+
+    CUDA's bf16 GEMMs may add the parts of a split contraction in bf16, where
+    `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` (torch's default) allows it.
+    """
+    if _low_precision(a, b):
+        if accumulate_into is not None and accumulate_into.dtype == torch.float32:
+            return torch.addmm(accumulate_into, a, b.t(), out_dtype=torch.float32, out=accumulate_into)
+        if accumulate_into is None and out_dtype == a.dtype:
+            return torch.mm(a, b.t())
+    return finish(mm_fp32(a, b), out_dtype, accumulate_into)
+
+
+def _low_precision(a, b) -> bool:
+    return a.device.type == "cuda" and a.dtype == b.dtype != torch.float32
+
+
+def _scale_into(out, rows, columns, out_dtype, accumulate_into) -> torch.Tensor:
+    """`out * rows * columns` (FP32) rounded once, in as few passes over `out` as there are scales that do not combine.
+
+    rows: A's outer scale, () or (rows_a, 1) in any orientation, or None; columns: B's.
+    """
+    rows = None if rows is None else rows.reshape(-1, 1)
+    columns = None if columns is None else columns.reshape(1, -1)
+    if rows is not None and columns is not None and 1 in (rows.numel(), columns.numel()):
+        rows, columns = rows * columns, None
+    first, last = (rows, columns) if columns is not None else (None, rows)
+    if first is not None:
+        out *= first
+    if accumulate_into is not None:
+        return accumulate_into.addcmul_(out, last)
+    return torch.mul(out, last, out=torch.empty(out.shape, dtype=out_dtype, device=out.device))
 
 
 def _scales_outside(fmt: Format) -> bool:
@@ -90,13 +138,23 @@ def _scales_outside(fmt: Format) -> bool:
 
 
 def fits_bf16(fmt: Format) -> bool:
-    """Whether codes times the scales along the contraction are exact in bf16."""
+    """Whether codes times the scales along the contraction are exact in bf16, if cast from 16 bits (`exact_in_bf16`)."""
     return not fmt.is_quantized or fmt.scale != "fp32" or fmt.pow2 or _scales_outside(fmt)
 
 
 def exact_in_bf16(s: QuantizedStorage) -> bool:
-    """Whether `bf16_operand` loses nothing."""
-    return fits_bf16(s.format) if s.format.is_quantized else s.dtype == torch.bfloat16
+    """Whether `bf16_operand` loses nothing.
+
+    E2M1 x E4M3 takes 6 significant bits, E4M3 x 2^k takes 4, of 8; an FP32 scale along the contraction that is no
+    power of two takes more. 2^k reaches below bf16's normal numbers: there bf16 has multiples of 2^-133 and codes can
+    give multiples of 2^-136. A bf16 or fp16 tensor holds multiples of 2^-133 itself, and rounding one to a coarser or
+    finer grid gives another, so what was cast from those is exact. What was cast from FP32 need not be.
+    """
+    if not s.format.is_quantized:
+        return s.dtype == torch.bfloat16
+    if s.format.scale == "e4m3_amax" or _scales_outside(s.format):
+        return True
+    return s.dtype != torch.float32 and fits_bf16(s.format)
 
 
 def bf16_operand(s: QuantizedStorage) -> torch.Tensor:

@@ -1,30 +1,41 @@
 """Native FP8 GEMMs through torch's `scaled_mm`: FP32 scales a tensor, a row, 1 x 128 blocks, 128 x 128 tiles.
 
 The library takes a row-major A and a column-major B, that is both operands contraction-contiguous, with the
-contraction and B's rows multiples of 16. How it wants the scales of each kind is in `_scale_a` and `_scale_b`.
+contraction and B's rows multiples of 16. Which scales it is given is said, never guessed from their shapes; how it wants
+those of each kind is in `_scale_a` and `_scale_b`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
-from ..formats import ROWWISE, Format
+from ..formats import COLUMNWISE, ROWWISE, Format
 from ..storage import QuantizedStorage
 from .backend import Alignment, GemmPair, finish
 
-_ALIGN = 16
+_ALIGN, _BLOCK_ROWS = 16, 4
 _BLOCK = 128
 _TORCH_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 TENSOR, ROW, BLOCK, TILE = "tensor", "row", "1x128", "128x128"
+# what the library calls each kind of scales
+_RECIPES = {
+    TENSOR: F.ScalingType.TensorWise.value,
+    ROW: F.ScalingType.RowWise.value,
+    BLOCK: F.ScalingType.BlockWise1x128.value,
+    TILE: F.ScalingType.BlockWise128x128.value,
+}
 # kinds of scales of (A, B) -> (lowest, highest) compute capability that has them
 _FP8, _HOPPER = ((8, 9), None), ((9, 0), (9, 0))
 _PAIRS = {(TENSOR, TENSOR): _FP8, (ROW, ROW): _FP8, (BLOCK, TILE): _HOPPER, (BLOCK, BLOCK): _HOPPER}
 
 
 class ScaledMmBackend:
-    """`torch._scaled_mm` for the pairs of `_PAIRS`; E4M3 x E4M3, E4M3 x E5M2 and E5M2 x E4M3."""
+    """`torch.nn.functional.scaled_mm` for the pairs of `_PAIRS`; E4M3 x E4M3, and E5M2 for one operand where scales
+    do not vary along the contraction."""
 
     name, native = "scaled_mm", True
 
@@ -41,32 +52,64 @@ class ScaledMmBackend:
             return f"needs FP8 tensor cores with {kinds[0]} x {kinds[1]} scales ({need}), found {pair.device}"
         if pair.a.element == pair.b.element == "e5m2":
             return "E5M2 x E5M2 is not offered by the library"
+        if BLOCK in kinds and "e5m2" in (pair.a.element, pair.b.element):
+            return "the library multiplies block-scaled operands in E4M3 only"
         return None
 
     def wants_transposed(self, pair: GemmPair) -> bool:
         return True
 
     def alignment(self, pair: GemmPair) -> Alignment:
-        return Alignment(rows_b=_ALIGN, contraction=_ALIGN)
+        return Alignment(rows_a=_rows_a(pair), rows_b=_ALIGN, contraction=_ALIGN)
 
     def accumulation(self, pair: GemmPair) -> str:
         return pair.accumulate if scale_kind(pair.b) in (TENSOR, ROW) else "full"  # blocks are always promoted
 
+    def prepare(self, pair: GemmPair) -> ScaledMm:
+        kind_a, kind_b = scale_kind(pair.a), scale_kind(pair.b)
+        return ScaledMm(
+            kind_a, kind_b, _TORCH_DTYPES[pair.a.element], _TORCH_DTYPES[pair.b.element], _rows_a(pair),
+            self.accumulation(pair) == "fast",
+        )  # fmt: skip
+
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
+        return self.prepare(pair)(a, b, out_dtype, accumulate_into)
+
+
+@dataclass(frozen=True)
+class ScaledMm:
+    """`A @ B.T` of one pair of formats, with everything decided that does not depend on the tensors."""
+
+    kind_a: str
+    kind_b: str
+    dtype_a: torch.dtype
+    dtype_b: torch.dtype
+    rows_a: int  # A's rows are padded to a multiple of this
+    fast: bool
+
+    def __call__(self, a: QuantizedStorage, b: QuantizedStorage, out_dtype, accumulate_into=None) -> torch.Tensor:
         qa, qb = _codes(a), _codes(b)
         (rows_a, contraction), rows_b = qa.shape, qb.shape[0]
-        dtype = torch.float32 if accumulate_into is not None else out_dtype
+        dtype = out_dtype if accumulate_into is None else torch.float32
         if 0 in (rows_a, rows_b, contraction):
             out = torch.zeros(rows_a, rows_b, dtype=dtype, device=qa.device)
             return finish(out, out_dtype, accumulate_into)
-        pad_c, pad_b = -contraction % _ALIGN, -rows_b % _ALIGN
-        if pad_c or pad_b:
-            qa, qb = _pad(qa, 0, pad_c), _pad(qb, pad_b, pad_c)
-        kind = scale_kind(b.format)
-        if kind == BLOCK and contraction <= _BLOCK:
-            kind = ROW  # one block a row: the library takes it for that
-        out = _multiply(qa, qb, _scale_a(a), _scale_b(b, pad_b), dtype, kind, self.accumulation(pair))
-        return finish(out[:, :rows_b] if pad_b else out, out_dtype, accumulate_into)
+        pad_a, pad_b, pad_c = -rows_a % self.rows_a, -rows_b % _ALIGN, -contraction % _ALIGN
+        if pad_a or pad_b or pad_c:
+            qa, qb = F.pad(qa, (0, pad_c, 0, pad_a)), F.pad(qb, (0, pad_c, 0, pad_b))
+        scale_a, scale_b = _scale_a(self.kind_a, a, pad_a), _scale_b(self.kind_b, b, pad_b)
+        out = self._multiply(qa.view(self.dtype_a), qb.view(self.dtype_b).t(), scale_a, scale_b, dtype)
+        if pad_a or pad_b:
+            out = out[:rows_a, :rows_b]
+        return out if accumulate_into is None else accumulate_into.add_(out)
+
+    def _multiply(self, qa, qb, scale_a, scale_b, dtype) -> torch.Tensor:
+        made = dtype if dtype == torch.bfloat16 else torch.float32
+        out = torch._scaled_mm_v2(
+            qa, qb, [scale_a], [_RECIPES[self.kind_a]], [], [scale_b], [_RECIPES[self.kind_b]], [], None, made, (),
+            self.fast,
+        )  # fmt: skip
+        return out if made == dtype else out.to(dtype)
 
 
 def scale_kind(fmt: Format) -> str | None:
@@ -78,48 +121,47 @@ def scale_kind(fmt: Format) -> str | None:
     return TILE if fmt.tile else BLOCK
 
 
-def _multiply(qa, qb, scale_a, scale_b, dtype, kind: str, accumulation: str) -> torch.Tensor:
-    fast = accumulation == "fast"
-    if kind == ROW and dtype != torch.bfloat16:
-        # the library's row-scaled kernel rounds to bf16: multiply the codes in FP32 and scale the result instead
-        one = torch.ones((), dtype=torch.float32, device=qa.device)
-        out = torch._scaled_mm(qa, qb.T, scale_a=one, scale_b=one, out_dtype=torch.float32, use_fast_accum=fast)
-        return out.mul_(scale_a).mul_(scale_b).to(dtype)
-    made = dtype if kind == TENSOR or dtype == torch.bfloat16 else torch.float32
-    out = torch._scaled_mm(qa, qb.T, scale_a=scale_a, scale_b=scale_b, out_dtype=made, use_fast_accum=fast)
-    return out.to(dtype)
+def _rows_a(pair: GemmPair) -> int:
+    """Block scales of A are read in groups of four rows."""
+    return _BLOCK_ROWS if scale_kind(pair.a) == BLOCK else 1
 
 
 def _operand_scale(s: QuantizedStorage) -> torch.Tensor:
-    """The scales in the GEMM view: (rows, contraction blocks), (row tiles, contraction tiles), (rows, 1) or ()."""
-    return s.scale if s.direction == ROWWISE or s.scale.dim() == 0 else s.scale.T
+    """The scales in the GEMM view: (rows, contraction blocks), (row tiles, contraction tiles) or (rows, 1)."""
+    return s.scale if s.direction == ROWWISE else s.scale.t()
 
 
-def _scale_a(s: QuantizedStorage) -> torch.Tensor:
-    """As the library takes the scales of A: blocks (rows, blocks) with adjacent rows adjacent in memory."""
-    scale = _operand_scale(s)
-    return scale.T.contiguous().T if scale_kind(s.format) == BLOCK else scale
+def _rows_adjacent(scale: torch.Tensor, pad_rows: int) -> torch.Tensor:
+    """(rows + pad_rows, blocks) with adjacent rows adjacent in memory."""
+    if pad_rows:
+        scale = F.pad(scale, (0, 0, 0, pad_rows), value=1.0)
+    return scale.t().contiguous().t()
 
 
-def _scale_b(s: QuantizedStorage, pad_rows: int) -> torch.Tensor:
+def _scale_a(kind: str, s: QuantizedStorage, pad_rows: int) -> torch.Tensor:
+    """As the library takes the scales of A: (), (rows, 1), or blocks with adjacent rows adjacent in memory."""
+    if kind == TENSOR:
+        return s.scale
+    return _rows_adjacent(_operand_scale(s), pad_rows) if kind == BLOCK else _operand_scale(s)
+
+
+def _scale_b(kind: str, s: QuantizedStorage, pad_rows: int) -> torch.Tensor:
     """As the library takes the scales of B, whose rows are padded by `pad_rows`.
 
-    Rows: (1, rows). Blocks: (blocks, rows), contiguous. Tiles: (contraction tiles, row tiles) with adjacent
-    contraction tiles adjacent in memory and columns a multiple of four apart; other distances give wrong results.
+    Rows: (1, rows). Blocks: as for A. Tiles: (contraction tiles, padded to a multiple of four, row tiles) with adjacent
+    contraction tiles adjacent in memory. Padded rows stay inside the last tile, since 128 is a multiple of the padding.
     """
-    kind, scale = scale_kind(s.format), _operand_scale(s)
     if kind == TENSOR:
-        return scale
-    if kind == TILE:  # padded rows stay inside the last tile, since 128 is a multiple of the padding
-        return F.pad(scale, (0, -scale.shape[1] % 4)).contiguous().T[: scale.shape[1]]
-    return F.pad(scale, (0, 0, 0, pad_rows), value=1.0).T.contiguous()
+        return s.scale
+    scale = _operand_scale(s)
+    if kind == BLOCK:
+        return _rows_adjacent(scale, pad_rows)
+    if kind == ROW:
+        return F.pad(scale, (0, 0, 0, pad_rows), value=1.0).t() if pad_rows else scale.t()
+    pad = -scale.shape[1] % 4
+    return (F.pad(scale, (0, pad)) if pad else scale.contiguous()).t()
 
 
 def _codes(s: QuantizedStorage) -> torch.Tensor:
-    """FP8 codes as (rows, contraction), contraction contiguous."""
-    q = s.qdata if s.transposed == (s.direction == "columnwise") else s.qdata.T.contiguous()
-    return q.view(_TORCH_DTYPES[s.format.element])
-
-
-def _pad(q: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    return F.pad(q.view(torch.uint8), (0, columns, 0, rows)).view(q.dtype)
+    """uint8 codes as (rows, contraction), contraction contiguous."""
+    return s.qdata if s.transposed == (s.direction == COLUMNWISE) else s.qdata.t().contiguous()

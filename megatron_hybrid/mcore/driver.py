@@ -120,10 +120,17 @@ def attach_in_run(chunks: list) -> list:
         driver = attach(chunks, seed=args.seed, weights_at_once=not gathered_by_layer)
         if driver is not None:
             state.note_missing(driver.controller.runtimes, args)
+            driver.controller.say = _say_on_rank_0
             _record_statistics(driver.controller, args)
             if getattr(args, "hq_check_nan", False):
                 driver.controller.check_nan(args.rank if args.world_size > 1 else None)
     return chunks
+
+
+def _say_on_rank_0(line: str) -> None:
+    from megatron.training import print_rank_0
+
+    print_rank_0(f"> {line}")
 
 
 def _record_statistics(controller: Controller, args) -> None:

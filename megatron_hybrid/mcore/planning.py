@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..distributed.tp import column_sharding, row_sharding
 from ..explain import Table, explain
+from ..formats import DIRECTIONS
 from ..model_shape import ModelShape
 from ..plan import GemmPlan, build_plan
 from ..recipe import Recipe
 from ..roles import DPA, ModuleRole
-from .modules import enumerate_modules
+from ..sharding import HIGH_PRECISION, Sharding, block_along
+from .modules import COLUMN_PARALLEL, enumerate_modules
 
 
 def with_bf16_edges(recipe: Recipe, config) -> Recipe:
@@ -51,15 +54,59 @@ def _label(roles: list[ModuleRole]) -> str:
     return f"{roles[0].name} experts {roles[0].expert}:{roles[-1].expert + 1}"
 
 
-def plan_model(recipe: Recipe, config, device, *, step: int = 1) -> dict[str, GemmPlan]:
+def sharding(role: ModuleRole, shape: ModelShape | None) -> Sharding | None:
+    """How tensor-parallel ranks split a linear's operands; None for one rank, for experts and for unknown sizes."""
+    size = None if shape is None or role.expert is not None else shape.linear(role)
+    ranks = 1 if size is None else shape.tensor_model_parallel_size
+    if ranks == 1:
+        return None
+    leaf = role.name.rpartition(".")[2]
+    if leaf not in COLUMN_PARALLEL:
+        return row_sharding(ranks, size.in_features * ranks, sequence_parallel=shape.sequence_parallel)
+    pieces = 2 if leaf == "linear_fc1" and shape.swiglu else 1
+    return column_sharding(
+        ranks, size.out_features * ranks, sequence_parallel=shape.sequence_parallel, pieces=pieces
+    )
+
+
+def plan_model(recipe: Recipe, config, device, *, step: int = 1, shape: ModelShape | None = None) -> dict[str, GemmPlan]:
     """Plans of all linears of the whole model at a step, by `modules_alike`'s name. Raises `PlanError` for what
-    cannot run here."""
-    return {label: build_plan(resolved, label, device) for label, _, resolved in modules_alike(recipe, config, step)}
+    cannot run here. shape: sizes and ranks, without which plans are those of one rank."""
+    return {
+        label: build_plan(resolved, label, device, sharding=sharding(roles[0], shape))
+        for label, roles, resolved in modules_alike(recipe, config, step)
+    }
 
 
-def plans_by_step(recipe: Recipe, config, device) -> dict[int, dict[str, GemmPlan]]:
+def plans_by_step(recipe: Recipe, config, device, shape: ModelShape | None = None) -> dict[int, dict[str, GemmPlan]]:
     """`plan_model` at the first step and at every one from which other rules hold."""
-    return {step: plan_model(recipe, config, device, step=step) for step in (1, *recipe.change_steps())}
+    steps = (1, *recipe.change_steps())
+    return {step: plan_model(recipe, config, device, step=step, shape=shape) for step in steps}
+
+
+def high_precision_gathers(plans: dict[str, GemmPlan], rows: int) -> dict[str, list[str]]:
+    """What is gathered in high precision though it is quantized, as a sentence, and of which linears.
+
+    rows: of a sequence-parallel rank in a microbatch.
+    """
+    found: dict[str, list[str]] = {}
+    for name, plan in plans.items():
+        for direction in DIRECTIONS if plan.gathered else ():
+            if plan.gather(direction, rows) == HIGH_PRECISION:
+                fmt = getattr(plan.quantizers[plan.gathered], direction)
+                block = block_along(fmt, direction, 0)
+                what = f"{plan.gathered}.{direction} {fmt} is gathered in high precision ({rows} rows a rank"
+                found.setdefault(f"{what} are not whole blocks of {block})", []).append(name)
+    return found
+
+
+def cut_shards(plans: dict[str, GemmPlan]) -> dict[str, list[str]]:
+    """Operands whose scale blocks end at shard bounds, and of which linears; see `GemmPlan.cut_shards`."""
+    found: dict[str, list[str]] = {}
+    for name, plan in plans.items():
+        for what in plan.cut_shards():
+            found.setdefault(what, []).append(name)
+    return found
 
 
 def explained(at_step: dict[int, dict[str, GemmPlan]], shape: ModelShape) -> Iterator[str | Table]:

@@ -14,8 +14,7 @@ from ..recipe import Recipe
 from ..recipe_callable import load_recipe
 from . import checkpoint, metrics, recipes, validation
 from .errors import UserError
-from .modules import COLUMN_PARALLEL
-from .planning import explained, plans_by_step
+from .planning import cut_shards, explained, high_precision_gathers, plans_by_step
 from .spec import HybridLayerSpec
 
 _NAMED = 3  # modules named in a message
@@ -46,15 +45,16 @@ def after_validation(args, recipe: Recipe) -> None:
     config = core_transformer_config_from_args(args)
     recipe = spec.recipe_for(config)
     device = training_device(args.local_rank)
-    at_step = plans_by_step(recipe, config, device)
+    shape = ModelShape.of(vars(args), "the arguments")
+    at_step = plans_by_step(recipe, config, device, shape)
     if args.hq_explain:
-        for part in explained(at_step, ModelShape.of(vars(args), "the arguments")):
+        for part in explained(at_step, shape):
             _say(args, part)
         raise SystemExit(0)
     if args.hq_strict:
         for plans in at_step.values():
-            check_strict(plans, gathers=config.sequence_parallel)
-    lines = summary(recipe, at_step)
+            check_strict(plans, shape.rows_of_a_rank)
+    lines = summary(recipe, at_step, shape.rows_of_a_rank)
     for line in (*lines, *checkpoint.check_resume(args, recipe, switch=args.hq_switch_recipe)):
         _say(args, line)
     _write_record(args, recipe, lines, device)
@@ -85,18 +85,19 @@ def training_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def check_strict(plans: dict[str, GemmPlan], *, gathers: bool) -> None:
-    """Raise `PlanError` for emulated gemms and for gathers in high precision of what is quantized afterwards."""
+def check_strict(plans: dict[str, GemmPlan], rows: int) -> None:
+    """Raise `PlanError` for emulated gemms and for gathers in high precision of what is quantized afterwards.
+
+    rows: of a sequence-parallel rank in a microbatch.
+    """
     problems = []
     for gemm in GEMMS:
         names = [name for name, plan in plans.items() if _runs(plan, gemm) == "emulated"]
         if names:
             step = getattr(plans[names[0]], gemm)
             problems.append(f"{gemm} of {_some(names)} is emulated on {step.pair.device} ({step.pair.a} x {step.pair.b})")
-    if gathers:
-        names = [name for name, plan in plans.items() if name.endswith(COLUMN_PARALLEL) and _quantizes_input(plan)]
-        if names:
-            problems.append(f"the input of {_some(names)} is gathered in high precision (--sequence-parallel)")
+    for what, names in high_precision_gathers(plans, rows).items():
+        problems.append(f"{what}, of {_some(names)}")
     if problems:
         raise PlanError("--hq-strict: " + "; ".join(problems))
 
@@ -106,10 +107,6 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _quantizes_input(plan: GemmPlan) -> bool:
-    return any(fmt.is_quantized for fmt in plan.quantizers["input"].formats())
-
-
 def _runs(plan: GemmPlan, gemm: str) -> str:
     step = getattr(plan, gemm)
     if not step.pair.is_quantized:
@@ -117,12 +114,20 @@ def _runs(plan: GemmPlan, gemm: str) -> str:
     return "native" if step.native else "emulated"
 
 
-def summary(recipe: Recipe, at_step: dict[int, dict[str, GemmPlan]]) -> list[str]:
-    """The lines printed at the start of a run: the recipe, and what runs how, from each step with other rules on."""
+def summary(recipe: Recipe, at_step: dict[int, dict[str, GemmPlan]], rows: int) -> list[str]:
+    """The lines printed at the start of a run: the recipe, and what runs how, from each step with other rules on.
+
+    rows: of a sequence-parallel rank in a microbatch.
+    """
     description = f": {recipe.description}" if recipe.description else ""
     lines = [f"> recipe {recipe.name} ({recipe.fingerprint[:12]}){description}"]
     for step, plans in at_step.items():
         lines.append("> " + (f"from iteration {step} on: " if len(at_step) > 1 else "") + _counts(plans))
+    every = {f"{step} {name}": plan for step, plans in at_step.items() for name, plan in plans.items()}
+    for what, names in high_precision_gathers(every, rows).items():
+        lines.append(f"> note: {what}, of {len({n.split(' ', 1)[1] for n in names})} linears")
+    for what, names in cut_shards(every).items():
+        lines.append(f"> note: blocks of {what} end at shard bounds, of {len({n.split(' ', 1)[1] for n in names})} linears")
     return lines
 
 

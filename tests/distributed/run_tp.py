@@ -23,6 +23,7 @@ from tp_cases import LAYOUTS, RECIPES, Ranks, on_the_wire, recipe, run
 
 from megatron_hybrid.distributed.amax import WeightAmaxes, start_max
 from megatron_hybrid.linear import hybrid_linear
+from megatron_hybrid.model_shape import LinearShape
 from megatron_hybrid.plan import GRAD_OUTPUT, INPUT, WEIGHT
 
 GEMM_OPERANDS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
@@ -192,6 +193,10 @@ def check_p62_bytes_on_the_wire(ranks: Ranks):
         gathers = [s.nbytes for s in sent if s.name == "all_gather_into_tensor"]
         assert gathers == row + column, (layout, name, gathers, row, column)
         assert all(s.dtype != torch.bfloat16 for s in sent if s.name == "all_gather_into_tensor")
+        plan, dims = runtime.plan_for(ranks.device), (N // size, K) if layout == "column SP" else (N, K // size)
+        shape = LinearShape(M * size, *dims, gathers=size, gathered=plan.gathered)
+        said = sum(shape.gathered_bytes(plan, direction) for direction in ("rowwise", "columnwise"))
+        assert said == sum(gathers) * (size - 1), (layout, name, "what explain says", said)
         assert all(s.ranks == members and s.asynchronous for s in sent), (layout, name)
         reductions = [s for s in sent if s.name == "all_reduce"]
         assert all(s.dtype == torch.int32 for s in reductions), (layout, name)
@@ -207,6 +212,7 @@ def check_kept_for_backward_is_the_ranks_own_payload(ranks: Ranks):
     plan = runtime.plan_for(ranks.device)
     assert plan.saved[INPUT] == "columnwise"
     own = 128 * K // 2 + 128 * K // 16 + 4
+    assert LinearShape(128 * ranks.size, 1, K, gathers=ranks.size).saved_bytes(plan, INPUT) == own
     weight = sum(t.numel() * t.element_size() for t in split.operands["dgrad"][1].buffers().values())
     assert sum(t.numel() * t.element_size() for t in split.kept) == own + weight
 

@@ -57,6 +57,9 @@ CASES = [
     *(case for recipe in RECIPES for case in whole_and_resumed(recipe)),
     run("statistics", "--hq-recipe", MIXED, *TP2, "--load", f"{{folder}}/{MIXED}", "--ckpt-step", str(MIDDLE),
         "--hq-stats-interval", "2"),
+    # on from what `nvfp4` left, with the rules that LATE has by then
+    run("switched", "--hq-recipe", f"{{folder}}/{LATE}_now.yaml", "--hq-switch-recipe", *TP2, "--load", "{folder}/nvfp4",
+        "--ckpt-step", str(MIDDLE)),
     run("experts", "--hq-recipe", EXPERTS, *TP2),
     run("tp1", "--hq-recipe", "fp8_delayed", "--load", "{folder}/fp8_delayed", "--ckpt-step", str(MIDDLE),
         "--no-load-optim", "--no-load-rng", "--make-vocab-size-divisible-by", "128", ranks=1),
@@ -79,6 +82,8 @@ def runs(tmp_path_factory):
         if "steps" in rule["match"]:
             rule["match"]["steps"] = f"{MIDDLE + 1}:"
     (folder / f"{LATE}.yaml").write_text(json.dumps(late))
+    now = json.dumps(late).replace(f'"{MIDDLE + 1}:"', '"1:"')
+    (folder / f"{LATE}_now.yaml").write_text(now)
     (folder / "both.yaml").write_text(BOTH)
     return folder, run_cases(CASES, folder, timeout=900)
 
@@ -138,6 +143,15 @@ def test_step_rules_take_effect_exactly_at_the_step(runs):
         assert late[iteration]["grad_norm"] == always[iteration]["grad_norm"]
     assert late[MIDDLE + 1]["loss"] != always[MIDDLE + 1]["loss"]
     assert f"from iteration {MIDDLE + 1} on" in runs[1][LATE].output[0]
+
+
+def test_c67_a_switch_at_resume_equals_the_run_whose_rules_switched_then(runs):
+    """A checkpoint of the old recipe, gone on with under the new one, bit for bit."""
+    found = numbers(runs, "switched")
+    assert sorted(found) == list(range(MIDDLE + 1, ITERATIONS + 1))
+    same(found, numbers(runs, LATE))
+    assert "was trained with recipe nvfp4 (" in runs[1]["switched"].output[0]
+    assert f"> step {MIDDLE + 1}: rules on steps change 4 of 12 linears; gemms:" in runs[1][LATE].output[0]
 
 
 def test_delayed_scaling_resharded_from_two_ranks_to_one(runs):

@@ -63,7 +63,9 @@ def test_explain_follows_bf16_edges_and_says_how_much_is_kept(capsys, tmp_path):
     ffn, rows_, blocks = 128 // 2, 32 * 4, 4  # a tensor-parallel rank's half of int(64 * 8 / 3 / 64) * 64
     assert fc2.split("input columnwise")[1].split()[:2] == format_bytes(ffn * rows_ + ffn * blocks).split()
     qkv = rows["decoder.layers.1.self_attention.linear_qkv", "fprop"]
-    assert qkv.endswith(format_bytes(rows_ * 64 * 2 // 2))  # the other rank's share in bf16
+    assert qkv.endswith(format_bytes(rows_ // 2 * (64 + 64 // 32)))  # the other rank's rows: codes and scales
+    sums = next(line for line in out.splitlines() if line.startswith("inputs and gradients gathered"))
+    assert "bf16: " in sums and int(sums.rpartition("(")[2].rstrip("%)")) > 50  # two of four layers are in bf16
 
 
 KEEPING = "bf16 mxfp8 mxfp8_fprop_nvfp4_bwd fp8_current fp8_block hp_fprop_mxfp8_bwd mxfp8_fprop_hp_bwd".split()

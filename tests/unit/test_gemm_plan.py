@@ -57,7 +57,7 @@ def test_p21_c95_refusals_come_before_the_first_forward():
         (SM90, dict(wgrad_grad_output="fp8_current_e5m2", wgrad_input="fp8_current_e4m3"), dict(M=16, N=1, K=16)),
         (SM90, dict(dgrad_grad_output="fp8_current_e5m2", dgrad_weight="fp8_current_e4m3"), dict(M=1, N=16, K=16)),
         (SM90, dict(fprop_input="fp8_current_e4m3", fprop_weight="fp8_current_e4m3"), dict(M=1, N=16, K=16)),
-        (SM90, dict(fprop_input="fp8_block_e4m3", fprop_weight="fp8_block_e4m3:2d"), dict(M=1, N=16, K=16)),
+        (SM90, dict(fprop_input="fp8_block_e4m3", fprop_weight="fp8_block_e4m3:2d"), dict(M=4, N=16, K=16)),
         (SM90, dict(fprop_input="mxfp8_e4m3", fprop_weight="nvfp4"), dict(M=1, N=1, K=1)),  # emulated
         (SM90, {}, dict(M=1, N=1, K=1)),
         (CPU, dict(wgrad_grad_output="fp8_current_e5m2", wgrad_input="fp8_current_e4m3"), dict(M=1, N=1, K=1)),
@@ -77,6 +77,12 @@ def test_accumulate_is_honoured_where_the_hardware_offers_it():
     assert {r["accumulate"] for r in mh.explain([("m", plan(SM90))]).records()} == {"full"}
 
 
+def test_block_scaled_e5m2_is_emulated_because_the_library_has_e4m3_only():
+    slots = dict(wgrad_grad_output="fp8_block_e5m2", wgrad_input="fp8_block_e4m3")
+    assert plan(SM90, **slots).wgrad.runs == "emulated"
+    assert "E4M3 only" in NATIVE.reason(plan(SM90, **slots).wgrad.pair)
+
+
 def test_c82_counters_say_what_ran():
     torch.manual_seed(0)
     layer = mh.HybridLinear(32, 32, recipe=recipe("mxfp8_e4m3", "high_precision", "nvfp4"), dtype=torch.bfloat16)
@@ -88,32 +94,43 @@ def test_c82_counters_say_what_ran():
     assert layer.plan.calls == {("fprop", "emulated"): 4, ("dgrad", "high_precision"): 3, ("wgrad", "emulated"): 3}
 
 
-# ---- torch._scaled_mm, played by a stand-in that checks how it is called
+# ---- torch's scaled_mm, played by a stand-in that checks how it is called
+
+KIND = {t.value: name for name, t in torch.nn.functional.ScalingType.__members__.items()}
 
 
-def stand_in(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
-    """The documented contract of `torch._scaled_mm` for the kinds of scales used here, in float64."""
+def stand_in(a, b, scales_a, recipe_a, swizzle_a, scales_b, recipe_b, swizzle_b, bias, out_dtype, dims, use_fast_accum):
+    """The documented contract of scaled_mm for the kinds of scales used here, in float64."""
     (M, K), N = a.shape, b.shape[1]
+    (scale_a,), (scale_b,), kinds = scales_a, scales_b, (KIND[recipe_a[0]], KIND[recipe_b[0]])
     assert a.stride() == (K, 1) and b.stride() == (1, K) and K % 16 == 0 and N % 16 == 0
+    assert (swizzle_a, swizzle_b, bias, dims) == ([], [], None, ())
     assert torch.float8_e4m3fn in (a.dtype, b.dtype) and scale_a.dtype == scale_b.dtype == torch.float32
     blocks = -(-K // 128)
-    if scale_a.numel() == scale_b.numel() == 1:
+    if kinds == ("TensorWise", "TensorWise"):
+        assert scale_a.numel() == scale_b.numel() == 1
         wide_a, wide_b = scale_a, scale_b
-    elif scale_a.shape == (M, 1) and scale_b.shape == (1, N):  # a row, and so is one block a row
-        assert scale_a.is_contiguous() and scale_b.is_contiguous() and out_dtype == torch.bfloat16
+    elif kinds == ("RowWise", "RowWise"):
+        assert scale_a.shape == (M, 1) and scale_b.shape == (1, N)
+        assert scale_a.is_contiguous() and scale_b.is_contiguous()
         wide_a, wide_b = scale_a, scale_b
     else:
-        assert not use_fast_accum and scale_a.shape == (M, blocks)
-        assert (M == 1 or scale_a.stride(0) == 1) and (blocks == 1 or scale_a.stride(1) == M)
-        wide_a = scale_a.repeat_interleave(128, dim=1)[:, :K]
-        if scale_b.shape == (blocks, N):
-            assert scale_b.is_contiguous()
-            wide_b = scale_b.repeat_interleave(128, dim=0)[:K]
+        assert not use_fast_accum and a.dtype == b.dtype == torch.float8_e4m3fn and M % 4 == 0
+        wide_a = _blocks(scale_a, M, blocks).repeat_interleave(128, dim=1)[:, :K]
+        if kinds == ("BlockWise1x128", "BlockWise1x128"):
+            wide_b = _blocks(scale_b, N, blocks).T.repeat_interleave(128, dim=0)[:K]
         else:
-            assert scale_b.shape == (blocks, -(-N // 128)) and scale_b.stride(0) == 1 and scale_b.stride(1) % 4 == 0
-            assert blocks <= scale_b.stride(1) < blocks + 4
+            assert kinds == ("BlockWise1x128", "BlockWise128x128")
+            padded = -(-blocks // 4) * 4
+            assert scale_b.shape == (padded, -(-N // 128)) and scale_b.stride() == (1, padded)
             wide_b = scale_b.repeat_interleave(128, dim=0)[:K].repeat_interleave(128, dim=1)[:, :N]
     return ((a.double() * wide_a) @ (b.double() * wide_b)).to(out_dtype)
+
+
+def _blocks(scale, rows, blocks):
+    assert scale.shape == (rows, blocks) and (rows == 1 or scale.stride(0) == 1)
+    assert blocks == 1 or scale.stride(1) == rows
+    return scale
 
 
 @pytest.mark.parametrize("accumulate", ["fast", "full"])
@@ -123,19 +140,19 @@ def stand_in(a, b, *, scale_a, scale_b, out_dtype, use_fast_accum):
     "a,b",
     [
         ("fp8_current_e5m2", "fp8_current_e4m3"),
-        ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
+        ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2"),
         ("fp8_block_e4m3", "fp8_block_e4m3:2d"),
-        ("fp8_block_e4m3:no_pow2", "fp8_block_e5m2"),
+        ("fp8_block_e4m3:no_pow2", "fp8_block_e4m3"),
     ],
 )
 def test_the_native_backend_calls_the_library_by_its_rules(a, b, gemm, shape, accumulate, monkeypatch):
     flags = []
 
-    def spy(*args, **kwargs):
-        flags.append(kwargs["use_fast_accum"])
-        return stand_in(*args, **kwargs)
+    def spy(*args):
+        flags.append(args[-1])
+        return stand_in(*args)
 
-    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    monkeypatch.setattr(torch, "_scaled_mm_v2", spy)
     M, N, K = shape
     shapes = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
     pair = GemmPair(gemm, parse_format(a), parse_format(b), SM90, accumulate)

@@ -100,6 +100,7 @@ def test_split():
 
 def ranks(**changes):
     sizes = dict(tensor_model_parallel_size=1, pipeline_model_parallel_size=1, context_parallel_size=1)
+    sizes |= dict(expert_model_parallel_size=1, num_experts=None, expert_tensor_parallel_size=None)
     return SimpleNamespace(**{**sizes, "world_size": 8, "sequence_parallel": False, "seq_length": 128, **changes})
 
 
@@ -107,6 +108,9 @@ def test_ranks():
     validation.check_ranks(ranks(tensor_model_parallel_size=2, pipeline_model_parallel_size=4))
     with pytest.raises(UserError, match="multiple of 3 ranks, found 8"):
         validation.check_ranks(ranks(tensor_model_parallel_size=3))
+    validation.check_ranks(ranks(num_experts=8, expert_model_parallel_size=4, tensor_model_parallel_size=2))
+    with pytest.raises(UserError, match="needs a multiple of 16 ranks, found 8"):
+        validation.check_ranks(ranks(num_experts=8, expert_model_parallel_size=8, tensor_model_parallel_size=2))
 
 
 def test_only_our_errors_become_messages(capsys):

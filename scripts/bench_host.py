@@ -1,0 +1,79 @@
+"""Host time of a linear's forward and backward against `torch.nn.Linear`'s in the same run (goal P9).
+
+    python scripts/bench_host.py [--device cuda] [--tokens 16 --features 1024] [--json OUT]
+
+The device waits for the host at this size, so that wall time is host time; every round times each linear once, in turn.
+On the CPU the kernels' time is in it too, and GEMMs are emulated: only what Python and torch's dispatch cost is alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from bench_common import median, write_result
+from bench_linear import load_recipe
+
+import megatron_hybrid as mh
+from megatron_hybrid.explain import Table
+
+RECIPES = ["bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "current+block", "mxfp8", "nvfp4_plain"]
+
+
+def layers(args) -> dict:
+    """torch's linear, and every recipe's: as it is, and with the weight cast once a step instead of once a call."""
+    kwargs = dict(bias=False, device=args.device, dtype=torch.bfloat16)
+    found = {"torch": torch.nn.Linear(args.features, args.features, **kwargs)}
+    for name in args.recipes:
+        for cached in (False, True):
+            layer = mh.HybridLinear(args.features, args.features, recipe=load_recipe(name), name="fc", **kwargs)
+            if cached:
+                mh.prepare(layer).begin_step(1)
+            found[name + (", weight cached" if cached else "")] = layer
+    return found
+
+
+def step(layer, x, dy) -> None:
+    x.grad = layer.weight.grad = None
+    layer(x).backward(dy)
+
+
+def host_us(found: dict, args) -> dict[str, float]:
+    wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
+    g = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(args.tokens, args.features, generator=g).to(args.device, torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+    times = {name: [] for name in found}
+    for r in range(args.rounds + 3):
+        for name, layer in found.items():
+            wait()
+            start = time.perf_counter()
+            for _ in range(args.calls):
+                step(layer, x, dy)
+            wait()
+            if r >= 3:
+                times[name].append((time.perf_counter() - start) / args.calls * 1e6)
+    return {name: median(t) for name, t in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--features", type=int, default=1024)
+    parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--calls", type=int, default=50)
+    parser.add_argument("--commit", help="recorded in place of git's")
+    parser.add_argument("--json", help="write rows, machine, versions and commit here")
+    args = parser.parse_args()
+    us = host_us(layers(args), args)
+    rows = [{"what": name, "us": t, "over_torch": t / us["torch"]} for name, t in us.items()]
+    cells = tuple((r["what"], f"{r['us']:.0f}", f"{r['over_torch']:.2f}") for r in rows)
+    print(Table(("linear", "us", "x torch"), cells, (f"{args.device}, {args.tokens} x {args.features}",)))
+    write_result(args.json, rows, device=args.device, tokens=args.tokens, features=args.features, commit=args.commit)
+
+
+if __name__ == "__main__":
+    main()

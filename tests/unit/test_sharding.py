@@ -1,0 +1,92 @@
+"""What tensor-parallel shards mean for amaxes, gathers and plans, from formats and sizes alone (cases 23, 24, 27)."""
+
+import pytest
+
+import megatron_hybrid as mh
+from megatron_hybrid.distributed.tp import column_index_maps, column_sharding, row_sharding
+from megatron_hybrid.formats import parse_format
+from megatron_hybrid.mcore import planning
+from megatron_hybrid.model_shape import ModelShape
+from megatron_hybrid.sharding import COLUMNS, ROWS, Shard, column_gather, covers_other_ranks, cuts_blocks, row_gather
+
+SHAPE = ModelShape(2, 256, 4, 512, 64, 4, 128, 2, 512, swiglu=True, tensor_model_parallel_size=2, sequence_parallel=True)
+
+
+@pytest.mark.parametrize(
+    "fmt, rows, columns",  # (rowwise, columnwise) amaxes that cover other ranks, of shards along rows and columns
+    [
+        ("fp8_current_e4m3", (True, True), (True, True)),
+        ("nvfp4", (True, True), (True, True)),
+        ("nvfp4:row_scaled", (False, True), (True, False)),
+        ("fp8_rowwise_e4m3", (False, True), (True, False)),
+        ("fp8_delayed_e4m3", (False, False), (False, False)),
+        ("mxfp8_e4m3", (False, False), (False, False)),
+        ("fp8_block_e4m3:2d", (False, False), (False, False)),
+        ("high_precision", (False, False), (False, False)),
+    ],
+)
+def test_c27_which_amaxes_cover_other_ranks(fmt, rows, columns):
+    fmt = parse_format(fmt)
+    for dim, expected in ((ROWS, rows), (COLUMNS, columns)):
+        found = tuple(covers_other_ranks(fmt, direction, Shard(dim)) for direction in ("rowwise", "columnwise"))
+        assert found == expected
+
+
+def gathers(row, col, rows, source="original", row_is_there=False):
+    quantizer = mh.HybridQuantizer(row, col, source)
+    return row_gather(quantizer, rows), column_gather(quantizer, rows, row_is_there=row_is_there)
+
+
+def test_c23_c24_what_travels():
+    derived = "rowwise_dequantized"
+    assert gathers("mxfp8_e4m3", "nvfp4", 32) == ("payload", "payload")
+    assert gathers("mxfp8_e4m3", "nvfp4", 40) == ("payload", "high precision")
+    assert gathers("mxfp8_e4m3:2d", "mxfp8_e4m3:2d", 40) == ("high precision", "high precision")
+    assert gathers("mxfp8_e4m3", "nvfp4", 40, derived) == ("payload", "row payload")
+    assert gathers("mxfp8_e4m3", "nvfp4", 32, derived) == ("payload", "payload")
+    assert gathers("mxfp8_e4m3", "nvfp4", 32, derived, True) == ("payload", "row payload")
+    assert gathers("mxfp8_e4m3:2d", "nvfp4", 40, derived) == ("high precision", "high precision")
+    assert gathers("mxfp8_e4m3", "high_precision", 33, derived) == ("payload", "row payload")
+    assert gathers("high_precision", "nvfp4", 32, derived) == ("as it is", "payload")
+    assert gathers("mxfp8_e4m3", "high_precision", 33) == ("payload", "as it is")
+    assert gathers("fp8_current_e4m3", "fp8_rowwise_e4m3", 33) == ("payload", "payload")
+    assert gathers("fp8_current_e4m3", "fp8_current_e4m3", 33, "original", True) == ("payload", "row payload")
+    assert gathers("fp8_current_e4m3", "fp8_current_e5m2", 33, "original", True) == ("payload", "payload")
+    assert gathers("nvfp4:sr", "nvfp4:sr", 32, "original", True) == ("payload", "payload")
+    assert gathers("mxfp8_e4m3:2d", "mxfp8_e4m3:2d", 32, "original", True) == ("payload", "row payload")
+
+
+def test_shards_and_runs_that_end_inside_a_block():
+    fmt = parse_format("nvfp4")
+    assert not cuts_blocks(fmt, "rowwise", Shard(ROWS), 7) and cuts_blocks(fmt, "columnwise", Shard(ROWS), 24)
+    assert not cuts_blocks(fmt, "columnwise", Shard(ROWS), 32) and cuts_blocks(fmt, "columnwise", Shard(ROWS, pieces=2), 48)
+    assert not cuts_blocks(parse_format("fp8_rowwise_e4m3"), "rowwise", Shard(COLUMNS), 7)
+
+
+def test_places_of_a_gated_shard():
+    maps = column_index_maps(1, 4, 64, 80, pieces=2)
+    assert maps["weight"].maps == ((10, 0, 64), (50, 0, 64)) and maps["weight"].dim == ROWS
+    assert maps["grad_output"].maps == ((0, 10, 80), (0, 50, 80)) and maps["grad_output"].dim == COLUMNS
+
+
+def test_shardings_of_a_models_linears():
+    roles = {role.name.rpartition(".")[2]: role for role in planning.enumerate_modules(SHAPE) if role.layer != 2}
+    found = {leaf: planning.sharding(roles[leaf], SHAPE) for leaf in ("linear_qkv", "linear_proj", "linear_fc1", "output_layer")}
+    assert found["linear_fc1"] == column_sharding(2, 1024, sequence_parallel=True, pieces=2)
+    assert found["linear_qkv"] == column_sharding(2, 3 * 256, sequence_parallel=True)
+    assert found["output_layer"] == column_sharding(2, 512, sequence_parallel=True)
+    assert found["linear_proj"] == row_sharding(2, 256, sequence_parallel=True)
+    assert planning.sharding(roles["linear_fc1"], None) is None
+    assert SHAPE.rows_of_a_rank == 128
+
+
+def test_c23_high_precision_gathers_and_cut_blocks_are_said():
+    plans = planning.plan_model(mh.Recipe.load("mxfp8_fprop_nvfp4_bwd"), SHAPE, "cpu", shape=SHAPE)
+    assert not planning.high_precision_gathers(plans, 128) and not planning.cut_shards(plans)
+    said = planning.high_precision_gathers(plans, 40)
+    what = "{} nvfp4 is gathered in high precision (40 rows a rank are not whole blocks of 16)"
+    assert sorted(said) == [what.format(s) for s in ("grad_output.columnwise", "input.columnwise")]
+    assert len(said[what.format("input.columnwise")]) == 4
+    odd = ModelShape(1, 240, 4, 300, 60, 4, 128, 2, 512, tensor_model_parallel_size=2)
+    plans = planning.plan_model(mh.Recipe.load("mxfp8"), odd, "cpu", shape=odd)
+    assert any("linear_fc2" in name for name in planning.cut_shards(plans)["weight.rowwise mxfp8_e4m3"])

@@ -1,0 +1,111 @@
+"""Switching recipes in a running job: bitwise the run that had the new recipe with the same state (property 29, case 67)."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+import megatron_hybrid as mh
+
+RECIPES = ["bf16", "mxfp8", "fp8_delayed", "nvfp4", "mxfp8_fprop_nvfp4_bwd"]
+PAIRS = [(old, new) for old in RECIPES for new in RECIPES if old != new]
+LAYERS = 4
+
+
+def model(recipe):
+    torch.manual_seed(0)
+    layers = [mh.HybridLinear(64, 64, recipe=recipe, name=f"fc{i}", layer=i, num_layers=LAYERS) for i in range(1, LAYERS + 1)]
+    return torch.nn.Sequential(*layers).to(torch.bfloat16)
+
+
+def steps(net, ctl, optimizer, first, last):
+    losses = []
+    for step in range(first, last + 1):
+        ctl.begin_step(step)
+        for j in range(2):
+            ctl.microbatch(j)
+            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * step + j)).bfloat16()
+            loss = (net(x) - x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        ctl.end_step()
+    return losses
+
+
+def started(recipe):
+    net = model(recipe)
+    return net, mh.prepare(net, recipe, seed=5, num_microbatches=2), mh.FusedAdam(net.parameters(), lr=1e-2)
+
+
+@pytest.mark.parametrize("old, new", PAIRS)
+def test_p29_c67_a_switched_run_is_the_run_that_had_the_recipe(old, new):
+    """The other run is built with the new recipe and given weights and optimizer state; histories start fresh in both."""
+    net, ctl, optimizer = started(old)
+    steps(net, ctl, optimizer, 1, 2)
+    twin, twin_ctl, twin_optimizer = started(new)
+    twin.load_state_dict({k: v for k, v in net.state_dict().items() if ".hq." not in k}, strict=False)
+    twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    ctl.switch(new)
+    assert steps(net, ctl, optimizer, 3, 5) == steps(twin, twin_ctl, twin_optimizer, 3, 5)
+    for (name, a), b in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("new", ["mxfp8", "fp8_delayed", "nvfp4"])
+def test_c67_rules_on_steps_are_the_switch_at_that_step(new):
+    slots = mh.Recipe.load(new).to_dict()
+    rules = [{"match": {"steps": ":3"}, "use": "high_precision"}, *slots.pop("rules", [])]
+    ruled, ctl, optimizer = started(mh.Recipe.from_dict({**slots, "name": "ruled", "rules": rules}))
+    switched, other_ctl, other_optimizer = started("bf16")
+    found = steps(ruled, ctl, optimizer, 1, 5)
+    expected = steps(switched, other_ctl, other_optimizer, 1, 2)
+    other_ctl.switch(new)
+    assert found == expected + steps(switched, other_ctl, other_optimizer, 3, 5)
+
+
+def test_a_rule_on_all_steps_holds_from_the_first():
+    rules = [{"match": {"steps": "1:"}, "use": "mxfp8_e4m3"}]
+    net, ctl, _ = started(mh.Recipe.from_dict({"version": 1, "name": "a", "defaults": "nvfp4", "rules": rules}))
+    assert str(net[0].plan.fprop.pair.a) == "nvfp4"  # no step is known
+    ctl.begin_step(7)
+    assert str(net[0].plan.fprop.pair.a) == "mxfp8_e4m3"
+
+
+def test_c67_switching_there_and_back_keeps_histories():
+    """What delayed scaling knew is still there: a pause, not a restart."""
+    net, ctl, optimizer = started("fp8_delayed")
+    steps(net, ctl, optimizer, 1, 3)
+    before = {k: v.clone() for k, v in net.state_dict().items() if ".hq." in k}
+    assert before
+    ctl.switch("mxfp8")
+    steps(net, ctl, optimizer, 4, 4)
+    ctl.switch("fp8_delayed")
+    after = net.state_dict()
+    assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+def test_changes_of_plans_are_said(caplog):
+    caplog.set_level(logging.INFO, logger="megatron_hybrid")
+    rules = [{"match": {"steps": "2:", "layers": "1:3"}, "use": {"fprop": "high_precision"}}]
+    net, ctl, optimizer = started(mh.Recipe.from_dict({"version": 1, "name": "a", "defaults": "mxfp8_e4m3", "rules": rules}))
+    assert not caplog.messages
+    steps(net, ctl, optimizer, 1, 3)
+    ctl.switch("bf16")
+    assert caplog.messages == [
+        "step 2: rules on steps change 2 of 4 linears; gemms: 10 emulated, 2 high precision",
+        "recipe a becomes bf16 from step 3 on; gemms: 12 high precision",
+    ]
+
+
+def test_a_refused_switch_leaves_run_and_log_as_they_were(caplog):
+    caplog.set_level(logging.INFO, logger="megatron_hybrid")
+    net, ctl, optimizer = started("mxfp8")
+    twin, twin_ctl, twin_optimizer = started("mxfp8")
+    steps(net, ctl, optimizer, 1, 1), steps(twin, twin_ctl, twin_optimizer, 1, 1)
+    bad = mh.Recipe.from_dict({"version": 1, "name": "b", "defaults": "nvfp4", "rules": [{"match": {"name": "no.*"}, "use": "nvfp4"}]})
+    with pytest.raises(mh.RecipeError):
+        ctl.switch(bad)
+    assert steps(net, ctl, optimizer, 2, 2) == steps(twin, twin_ctl, twin_optimizer, 2, 2) and not caplog.messages
