@@ -33,13 +33,16 @@ class CastForConsumer(torch.autograd.Function):
 
 
 def cast_input(y: torch.Tensor, runtime: LinearRuntime, weight: torch.Tensor, *, training: bool) -> torch.Tensor:
-    """`y` cast as the input of the linear that has this runtime and weight; as it is when its plan casts nothing.
+    """`y` cast as the input of the linear that has this runtime and weight; as it is when its plan casts nothing, or
+    not without other ranks.
 
     The columnwise payload is made only when the weight needs a gradient that reads it.
     """
     call = runtime.call(y.device, LOCAL, training=training)
     if not any(fmt.is_quantized for fmt in call.plan.quantizers[INPUT].formats()):
         return y
+    if call.plan.gathered == INPUT or INPUT in call.plan.reduced:
+        return y  # its cast needs the other ranks: the linear makes it
     columnwise = torch.is_grad_enabled() and weight.requires_grad and call.plan.saved[INPUT] != ROWWISE
     return CastForConsumer.apply(y, call, columnwise)
 
