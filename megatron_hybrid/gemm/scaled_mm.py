@@ -34,8 +34,7 @@ _PAIRS = {(TENSOR, TENSOR): _FP8, (ROW, ROW): _FP8, (BLOCK, TILE): _HOPPER, (BLO
 
 
 class ScaledMmBackend:
-    """`torch.nn.functional.scaled_mm` for the pairs of `_PAIRS`; E4M3 x E4M3, and E5M2 for one operand where scales
-    do not vary along the contraction."""
+    """torch's `scaled_mm` for the pairs of `_PAIRS`; E4M3 x E4M3, E4M3 x E5M2 and E5M2 x E4M3."""
 
     name, native = "scaled_mm", True
 
@@ -52,8 +51,6 @@ class ScaledMmBackend:
             return f"needs FP8 tensor cores with {kinds[0]} x {kinds[1]} scales ({need}), found {pair.device}"
         if pair.a.element == pair.b.element == "e5m2":
             return "E5M2 x E5M2 is not offered by the library"
-        if BLOCK in kinds and "e5m2" in (pair.a.element, pair.b.element):
-            return "the library multiplies block-scaled operands in E4M3 only"
         return None
 
     def wants_transposed(self, pair: GemmPair) -> bool:
@@ -105,11 +102,29 @@ class ScaledMm:
 
     def _multiply(self, qa, qb, scale_a, scale_b, dtype) -> torch.Tensor:
         made = dtype if dtype == torch.bfloat16 else torch.float32
-        out = torch._scaled_mm_v2(
-            qa, qb, [scale_a], [_RECIPES[self.kind_a]], [], [scale_b], [_RECIPES[self.kind_b]], [], None, made, (),
-            self.fast,
-        )  # fmt: skip
+        if self.kind_a == BLOCK and self.dtype_a != self.dtype_b:
+            out = _multiply_e5m2_blocks(qa, qb, scale_a, scale_b, self.kind_b, made)
+        else:
+            out = torch._scaled_mm_v2(
+                qa, qb, [scale_a], [_RECIPES[self.kind_a]], [], [scale_b], [_RECIPES[self.kind_b]], [], None, made, (),
+                self.fast,
+            )  # fmt: skip
         return out if made == dtype else out.to(dtype)
+
+
+def _multiply_e5m2_blocks(qa, qb, scale_a, scale_b, kind_b: str, dtype) -> torch.Tensor:
+    """Block scales with one operand in E5M2, which torch lets through to the library by its older function only.
+
+    That one tells the kinds of scales by shape and strides, and asks of tiles that they be densely packed, which the
+    library they go to does not read: it reads columns of tiles a multiple of four apart, wherever they begin. The view
+    says the one, the memory behind it is the other.
+    """
+    if kind_b == TILE:
+        tiles = -(-qb.shape[0] // _BLOCK)
+        scale_b = scale_b.as_strided((tiles, scale_b.shape[1]), (1, tiles))
+    else:
+        scale_b = scale_b.t()
+    return torch._scaled_mm(qa, qb, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
 
 
 def scale_kind(fmt: Format) -> str | None:
@@ -135,7 +150,8 @@ def _rows_adjacent(scale: torch.Tensor, pad_rows: int) -> torch.Tensor:
     """(rows + pad_rows, blocks) with adjacent rows adjacent in memory."""
     if pad_rows:
         scale = F.pad(scale, (0, 0, 0, pad_rows), value=1.0)
-    return scale.t().contiguous().t()
+    rows, blocks = scale.shape
+    return scale.t().contiguous().as_strided((rows, blocks), (1, rows))  # said also where there is one block only
 
 
 def _scale_a(kind: str, s: QuantizedStorage, pad_rows: int) -> torch.Tensor:
@@ -159,7 +175,8 @@ def _scale_b(kind: str, s: QuantizedStorage, pad_rows: int) -> torch.Tensor:
     if kind == ROW:
         return F.pad(scale, (0, 0, 0, pad_rows), value=1.0).t() if pad_rows else scale.t()
     pad = -scale.shape[1] % 4
-    return (F.pad(scale, (0, pad)) if pad else scale.contiguous()).t()
+    scale = F.pad(scale, (0, pad)) if pad else scale.contiguous()
+    return scale.as_strided(scale.shape[::-1], (1, scale.shape[1]))
 
 
 def _codes(s: QuantizedStorage) -> torch.Tensor:

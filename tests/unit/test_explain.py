@@ -35,7 +35,7 @@ def test_explain_has_a_row_for_every_module_and_gemm():
         ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "scaled_mm"),
         ("fp8_current_e5m2", "fp8_current_e5m2", "emulated"),
         ("fp8_block_e4m3", "fp8_block_e4m3:2d", "scaled_mm"),
-        ("fp8_block_e5m2", "fp8_block_e4m3", "emulated"),
+        ("fp8_block_e5m2", "fp8_block_e4m3", "scaled_mm"),
         ("fp8_block_e4m3:2d", "fp8_block_e4m3:2d", "emulated"),
         ("fp8_block_e4m3:2d", "fp8_block_e4m3", "emulated"),
         ("fp8_block_e4m3", "fp8_rowwise_e4m3", "emulated"),
