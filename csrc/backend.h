@@ -1,4 +1,4 @@
-// What a backend gives the bindings: the four casts, over pointers of its own memory. None allocates or synchronises.
+// What a backend gives the bindings: the casts, over pointers of its own memory. None allocates or synchronises.
 #pragma once
 
 #include "numerics/format.h"
@@ -19,7 +19,7 @@ struct Where {
 namespace MH_BACKEND {
 
 void amax(const AmaxArgs& args, const Where& where);
-void quantize(const QuantizeArgs& args, const Where& where);
+void quantize(const PairArgs& args, const Where& where);
 void dequantize(const DequantizeArgs& args, const Where& where);
 void outer_scale(const float* amax, float* out, int64_t n, const Where& where);
 

@@ -47,17 +47,20 @@ void check_pointer(const char* name, uintptr_t address, int64_t elements) {
 
 std::string block_text(int block_m, int block_k) { return std::to_string(block_m) + " x " + std::to_string(block_k); }
 
+// Side of the blocks that come with a scale rule, where blocks have a side at all.
+int block_side(ScaleRule rule) { return rule == ScaleRule::fp32 ? 128 : rule == ScaleRule::e8m0 ? 32 : 16; }
+
 // Scale blocks the kernels know: the whole tensor, a row or column, 1 x b, b x 1, b x b.
 void check_block(const FormatSpec& s) {
   const int m = s.block_m, k = s.block_k;
   const int side = m > k ? m : k;
   const bool along = s.axis == 0 ? m == 1 : k == 1;
   const bool preset = s.scale_rule == ScaleRule::fp32 && ((m == 0 && k == 0) || (along && m * k == 0 && m + k == 1));
-  const bool sized = side == 16 || side == 32 || side == 128;
+  const bool sized = side == block_side(s.scale_rule);
   const bool tiled = sized && ((m == side && k == side) || (along && m * k == side));
   check(preset || tiled, "block_m x block_k = " + block_text(m, k) + " is not supported for axis=" +
                              std::to_string(s.axis) + "; supported: 0 x 0, one row or column (1 x 0, 0 x 1; FP32 scales), " +
-                             "b along the axis or b x b for b in 16, 32, 128");
+                             "b along the axis or b x b, b being 128 for FP32 scales, 32 for E8M0, 16 for E4M3");
   const bool whole_rows = preset && m + k == 1;
   const bool outer_rows_fit = s.outer_rows ? whole_rows || (s.scale_rule == ScaleRule::e4m3_amax && along) : !whole_rows;
   check(outer_rows_fit, "outer_rows does not fit block_m x block_k = " + block_text(m, k));
@@ -128,24 +131,69 @@ void amax(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int64_t 
   run([&] { backend::amax(args, w); });
 }
 
-void quantize(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k,
-              uintptr_t qdata, bool transposed, uintptr_t scale, uintptr_t amax, bool fixed_scale, uintptr_t rng,
-              uintptr_t row_ids, uintptr_t noop, uintptr_t stream, int threads_or_device) {
-  const mh::QuantizeArgs args{spec,
-                              matrix("data", data, dtype, m, k, stride_m, stride_k),
-                              {pointer<uint8_t>(qdata), transposed, pointer<void>(scale), pointer<float>(amax)},
-                              fixed_scale,
-                              pointer<int64_t>(rng),
-                              pointer<int64_t>(row_ids),
-                              pointer<int32_t>(noop)};
+mh::QuantizeArgs quantize_args(const FormatSpec& spec, const mh::Matrix& x, uintptr_t qdata, bool transposed,
+                               uintptr_t scale, uintptr_t amax, bool fixed_scale, uintptr_t measured, uintptr_t scratch,
+                               uintptr_t rng, uintptr_t row_ids, uintptr_t noop) {
+  const int64_t m = x.rows, k = x.cols;
   check_pointer("qdata", qdata, m * k);
   check_pointer("scale", scale, num_scales(spec, m, k));
   check_pointer("amax", amax, num_amaxes(spec, m, k));
   check(!fixed_scale || (spec.scale_rule == ScaleRule::fp32 && num_amaxes(spec, m, k) > 0),
         "fixed_scale is for FP32 scales of a tensor or row only");
+  check(!measured || num_amaxes(spec, m, k) > 0 || m * k == 0, "measured: this format has no outer amax");
   check_pointer("rng", rng, spec.sr ? mh::kRngFields : 0);
+  return {spec,
+          x,
+          {pointer<uint8_t>(qdata), transposed, pointer<void>(scale), pointer<float>(amax)},
+          fixed_scale,
+          pointer<int64_t>(rng),
+          pointer<int64_t>(row_ids),
+          pointer<int32_t>(noop),
+          pointer<float>(measured),
+          pointer<int32_t>(scratch)};
+}
+
+void put_direction(mh::PairArgs& pair, const mh::QuantizeArgs& args) {
+  (args.spec.axis == 0 ? pair.row : pair.col) = args;
+  (args.spec.axis == 0 ? pair.has_row : pair.has_col) = true;
+}
+
+void quantize(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k,
+              uintptr_t qdata, bool transposed, uintptr_t scale, uintptr_t amax, bool fixed_scale, uintptr_t rng,
+              uintptr_t row_ids, uintptr_t noop, uintptr_t stream, int threads_or_device) {
+  const mh::Matrix x = matrix("data", data, dtype, m, k, stride_m, stride_k);
+  mh::PairArgs pair{};
+  put_direction(pair, quantize_args(spec, x, qdata, transposed, scale, amax, fixed_scale, 0, 0, rng, row_ids, noop));
   const Where w = where(stream, threads_or_device);
-  run([&] { backend::quantize(args, w); });
+  run([&] { backend::quantize(pair, w); });
+}
+
+// `row` and `col` are None or (spec, qdata, transposed, scale, amax, fixed_scale, measured, scratch).
+void quantize_pair(const py::object& row, const py::object& col, uintptr_t data, int dtype, int64_t m, int64_t k,
+                   int64_t stride_m, int64_t stride_k, bool derived, uintptr_t rng, uintptr_t row_ids, uintptr_t noop,
+                   uintptr_t stream, int threads_or_device) {
+  const mh::Matrix x = matrix("data", data, dtype, m, k, stride_m, stride_k);
+  mh::PairArgs pair{};
+  int axis = 0;
+  for (const py::object* side : {&row, &col}) {
+    if (!side->is_none()) {
+      const auto t = side->cast<py::tuple>();
+      check(t.size() == 8, "a direction is (spec, qdata, transposed, scale, amax, fixed_scale, measured, scratch)");
+      const auto& spec = t[0].cast<const FormatSpec&>();
+      check(spec.axis == axis, axis ? "col: the spec has axis=0" : "row: the spec has axis=1");
+      const auto address = [&](int i) { return t[i].cast<uintptr_t>(); };
+      put_direction(pair, quantize_args(spec, x, address(1), t[2].cast<bool>(), address(3), address(4), t[5].cast<bool>(),
+                                        address(6), address(7), rng, row_ids, noop));
+    }
+    ++axis;
+  }
+  pair.derived = derived;
+  check(pair.has_row || pair.has_col, "quantize_pair: neither direction is given");
+  check(!derived || (kIsCuda && pair.has_row && pair.has_col && !pair.row.out.transposed),
+        "derived: on CUDA only, with both directions and a row payload that is not transposed");
+  check(!derived || !pair.col.measured || pair.col.fixed_scale, "derived: the column's amax cannot be measured before the cast");
+  const Where w = where(stream, threads_or_device);
+  run([&] { backend::quantize(pair, w); });
 }
 
 void dequantize(const FormatSpec& spec, uintptr_t qdata, bool transposed, uintptr_t scale, uintptr_t amax, uintptr_t out,
@@ -203,6 +251,10 @@ PYBIND11_MODULE(MH_MODULE, m) {
         py::arg("stride_m"), py::arg("stride_k"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
         py::arg("amax"), py::arg("fixed_scale"), py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"),
         py::arg(kWhereArg));
+  m.attr("PANEL_ROWS") = mh::kPanelRows;
+  m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),
+        py::arg("K"), py::arg("stride_m"), py::arg("stride_k"), py::arg("derived"), py::arg("rng"), py::arg("row_ids"),
+        py::arg("noop"), py::arg("stream"), py::arg(kWhereArg));
   m.def("dequantize", &dequantize, py::arg("spec"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
         py::arg("amax"), py::arg("out"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
         py::arg("stride_k"), py::arg("outer"), py::arg("inverse_rht"), py::arg("stream"), py::arg(kWhereArg));

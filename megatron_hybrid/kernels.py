@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import functools
 import importlib
+from dataclasses import dataclass
 
 import torch
 
-from .formats import ELEMENTS, ROWWISE, Format
+from .formats import COLUMNWISE, DIRECTIONS, ELEMENTS, ROWWISE, Format
 
 _MODULES = {"cpu": "megatron_hybrid._C", "cuda": "megatron_hybrid._C_cuda"}
 _SRC_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -122,6 +123,76 @@ def quantize(x, fmt, direction, *, qdata, scale, amax=None, transposed=False, fi
     extension(x.device.type).quantize(
         spec(fmt, direction, x.device), *_matrix(x), _ptr(qdata), transposed, _ptr(scale), _ptr(amax), fixed_scale,
         _ptr(rng), _ptr(row_ids), _ptr(noop), *_where(x)
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """One direction of a `quantize_pair` call; buffers as in `quantize`.
+
+    measured: None: `amax` is known. A tensor: the call takes x's own amax as well, and puts it there before it reads
+    `amax`, which may be the same tensor; with fixed_scale the first value of `measured` (a history) is raised to it.
+    """
+
+    format: Format
+    qdata: torch.Tensor
+    scale: torch.Tensor
+    amax: torch.Tensor | None = None
+    transposed: bool = False
+    fixed_scale: bool = False
+    measured: torch.Tensor | None = None
+
+    def scratch(self, rows: int) -> torch.Tensor | None:
+        """Working memory with which a CUDA cast takes row amaxes while it casts, in place of a pass before."""
+        if self.measured is None or self.format.outer_axis != "row" or not self.measured.is_cuda:
+            return None
+        panels = -(-rows // extension("cuda").PANEL_ROWS)
+        return torch.empty(panels, dtype=torch.int32, device=self.measured.device)
+
+    def arguments(self, direction: str, device: torch.device, scratch: torch.Tensor | None) -> tuple:
+        return (
+            spec(self.format, direction, device), _ptr(self.qdata), self.transposed, _ptr(self.scale), _ptr(self.amax),
+            self.fixed_scale, _ptr(self.measured), _ptr(scratch),
+        )  # fmt: skip
+
+
+def in_one_call(x: torch.Tensor) -> bool:
+    """Whether `quantize_pair` of `x` is one call of the extension, and not a sequence of the functions above."""
+    return not traced(x)
+
+
+def quantize_pair(x, row: Side | None, col: Side | None, *, derived=False, rng=None, row_ids=None, noop=None):
+    """Cast ``x`` (M, K) rowwise, columnwise or both; on CUDA it is read once, plus once for amaxes to be known first.
+
+    derived: the column is cast from the row's decode, rounded to x's dtype. CUDA only, `in_one_call`, and the
+    column's amax must be known, or collected by delayed scaling. Other arguments as in `quantize`.
+    """
+    if not in_one_call(x):
+        if derived:
+            raise ValueError("quantize_pair: derived columns need an untraced tensor")
+        for direction, side in zip(DIRECTIONS, (row, col)):
+            if side is not None:
+                _quantize_side(x, direction, side, rng, row_ids, noop)
+        return
+    scratch = None if row is None else row.scratch(x.shape[0])
+    rows = None if row is None else row.arguments(ROWWISE, x.device, scratch)
+    cols = None if col is None else col.arguments(COLUMNWISE, x.device, None)
+    extension(x.device.type).quantize_pair(
+        rows, cols, *_matrix(x), derived, _ptr(rng), _ptr(row_ids), _ptr(noop), *_where(x)
+    )
+
+
+def _quantize_side(x, direction: str, side: Side, rng, row_ids, noop) -> None:
+    """One direction by `amax` and `quantize`."""
+    fmt = side.format
+    if side.measured is not None:
+        found = amax(x, fmt, direction, side.measured.new_empty(fmt.amax_shape(*x.shape, direction)))
+        kept = side.measured[0] if side.fixed_scale else side.measured
+        found = torch.maximum(kept, found) if side.fixed_scale else found
+        kept.copy_(found if noop is None else torch.where(noop.bool(), kept, found))
+    quantize(
+        x, fmt, direction, qdata=side.qdata, scale=side.scale, amax=side.amax, transposed=side.transposed,
+        fixed_scale=side.fixed_scale, rng=rng if fmt.sr else None, row_ids=row_ids if fmt.sr else None, noop=noop,
     )  # fmt: skip
 
 

@@ -9,7 +9,15 @@ import torch
 
 from . import kernels
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE, Format, nearest, parse_format
-from .storage import QuantizedStorage, cast, cast_into, check_call, derive_columnwise
+from .storage import (
+    QuantizedStorage,
+    cast,
+    cast_into,
+    cast_pair,
+    check_call,
+    derive_columnwise,
+    derives_in_one_call,
+)
 
 SOURCES = ("original", "rowwise_dequantized")
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -93,8 +101,8 @@ class HybridQuantizer:
     ) -> tuple[QuantizedStorage | None, QuantizedStorage | None]:  # fmt: skip
         """Cast `x` (M, K) to plain payloads of the directions asked for; see `quantize` for the arguments.
 
-        reduce_amax: of a derived column's amax, see `storage.cast`. transposed: the columnwise payload is written (K, M), as a GEMM reads it. Everything is checked before
-        the first kernel runs.
+        reduce_amax: of a derived column's amax, see `storage.cast`. transposed: the columnwise payload is written
+        (K, M), as a GEMM reads it. Everything is checked before the first kernel runs.
         """
         rowwise, columnwise = rowwise and self.rowwise is not None, columnwise and self.columnwise is not None
         need_row = rowwise or (columnwise and self.derives_columnwise)
@@ -103,6 +111,12 @@ class HybridQuantizer:
             if wanted:
                 check_call(fmt, d, s, rng)
         row = col = None
+        if need_row and columnwise and self._casts_at_once(x, x.dtype, amax, rng, reduce_amax):
+            empty = dict(shape=tuple(x.shape), dtype=x.dtype, device=x.device)
+            row = QuantizedStorage.empty(self.rowwise, ROWWISE, **empty)
+            col = QuantizedStorage.empty(self.columnwise, COLUMNWISE, **empty, transposed=transposed)
+            cast_pair(row, col, x, amax=amax, state=state, rng=rng, derived=self.derives_columnwise)
+            return (row if rowwise else None), col
         if need_row:
             row = cast(x, self.rowwise, ROWWISE, amax=amax[0], state=state[0], rng=rng)
         if columnwise:
@@ -112,6 +126,18 @@ class HybridQuantizer:
             else:
                 col = cast(x, self.columnwise, COLUMNWISE, **extra)
         return (row if rowwise else None), col
+
+    def _casts_at_once(self, x, dtype, amax, rng, reduce_amax=None) -> bool:
+        """Whether one kernel call makes both directions of `x`, nominally `dtype`, so that it is read once."""
+        row, col = self.formats()
+        if not (row and col and row.is_quantized and col.is_quantized):
+            return False
+        if (row.sr or col.sr) and rng.parts is not None:  # a call a part
+            return False
+        if not self.derives_columnwise:
+            return True
+        reduced = reduce_amax is not None and col.outer_axis != "none"
+        return not reduced and derives_in_one_call(col, x, dtype, amax[1])
 
     def quantize(self, x: torch.Tensor, *, rowwise=True, columnwise=True, state=None, amax=None, rng=None):
         """Quantize `x` (..., K) to a `HybridTensor` holding the directions asked for.
@@ -140,6 +166,9 @@ class HybridQuantizer:
         """
         state, amax = state or (None, None), amax or (None, None)
         noop = None if noop is None else noop.reshape(())
+        if row is not None and col is not None and self._casts_at_once(x, row.dtype, amax, rng):
+            derived = self.derives_columnwise
+            return cast_pair(row, col, x, amax=amax, state=state, rng=rng, noop=noop, derived=derived)
         if row is not None:
             cast_into(row, x, amax=amax[0], state=state[0], rng=rng, noop=noop)
         if col is None:

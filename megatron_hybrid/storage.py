@@ -173,36 +173,83 @@ def cast(
     return out
 
 
-def cast_into(
-    out: QuantizedStorage, x, *, amax=None, reduce_amax=None, state=None, rng=None, noop=None
-) -> None:
+def cast_into(out: QuantizedStorage, x, *, amax=None, reduce_amax=None, state=None, rng=None, noop=None) -> None:
     """Cast `x` into an existing payload, same data pointers. `noop`: int32 device flag, non-zero changes nothing."""
-    fmt, direction = out.format, out.direction
-    check_call(fmt, direction, state, rng)
-    if not fmt.is_quantized:
+    check_call(out.format, out.direction, state, rng)
+    if not out.format.is_quantized:
         new = x.to(out.dtype)
         out.qdata.copy_(new if noop is None else torch.where(noop.bool(), out.qdata, new))
         return
-    if amax is None and (shape := fmt.amax_shape(*x.shape, direction)) is not None:
-        amax = kernels.amax(x, fmt, direction, torch.empty(shape, dtype=torch.float32, device=x.device))
-        amax = amax if reduce_amax is None else reduce_amax(amax)
-    outer = None if amax is None else amax.contiguous()
-    if fmt.is_stateful:
-        state.record(amax, noop)
-        outer = state.scale
-    elif out.outer_amax is not None:
-        out.outer_amax.copy_(amax if noop is None else torch.where(noop.bool(), out.outer_amax, amax))
-    if fmt.sr and rng.parts is not None and _cast_parts(out, x, outer, rng, noop):
+    in_parts = out.format.sr and rng.parts is not None
+    if amax is None and (in_parts or reduce_amax is not None):
+        amax = _own_amax(out, x)
+        amax = amax if amax is None or reduce_amax is None else reduce_amax(amax)
+    if in_parts and _cast_parts(out, x, amax, rng, noop):
         return
-    qdata, scale = out.qdata.contiguous(), out.scale.contiguous()  # pieces are strided: written through a copy
-    kernels.quantize(
-        x, fmt, direction, qdata=qdata, scale=scale, amax=outer, transposed=out.transposed,
-        fixed_scale=fmt.is_stateful, rng=rng.words(x.shape[1]) if fmt.sr else None,
-        row_ids=rng.row_ids if fmt.sr else None, noop=noop,
+    row, col = (out, None) if out.direction == ROWWISE else (None, out)
+    cast_pair(row, col, x, amax=(amax, amax), state=(state, state), rng=rng, noop=noop)
+
+
+def cast_pair(
+    row: QuantizedStorage | None, col: QuantizedStorage | None, x, *,
+    amax=(None, None), state=(None, None), rng=None, noop=None, derived=False,
+) -> None:  # fmt: skip
+    """Cast `x` into quantized payloads of one or both directions by one kernel call; arguments as for `cast_into`.
+
+    derived: the column is cast from the row's decode; only where `derives_in_one_call` says so.
+    """
+    copies = []
+    sides = [None if o is None else _side(o, a, s, noop, copies) for o, a, s in zip((row, col), amax, state)]
+    noisy = any(o is not None and o.format.sr for o in (row, col))
+    kernels.quantize_pair(
+        x, *sides, derived=derived, rng=rng.words(x.shape[1]) if noisy else None,
+        row_ids=rng.row_ids if noisy else None, noop=noop,
     )  # fmt: skip
-    for buffer, written in ((out.qdata, qdata), (out.scale, scale)):
+    for buffer, written in copies:
+        buffer.copy_(written)
+
+
+def _side(out: QuantizedStorage, amax, state, noop, copies: list) -> kernels.Side:
+    """A payload as the kernels see it. Pieces are strided: written through a copy, which `copies` remembers."""
+
+    def whole(buffer):
+        written = buffer.contiguous()
         if written is not buffer:
-            buffer.copy_(written)
+            copies.append((buffer, written))
+        return written
+
+    fmt, outer, measured = out.format, None, None
+    shape = fmt.amax_shape(*out.shape, out.direction)
+    if fmt.is_stateful:
+        outer = state.scale
+        if amax is None:
+            measured = state.history
+        else:
+            state.record(amax, noop)
+    elif amax is not None:
+        outer = amax.contiguous()
+        _keep_amax(out, amax, noop)
+    elif shape is not None:
+        kept = out.outer_amax
+        outer = measured = torch.empty(shape, dtype=torch.float32, device=out.device) if kept is None else whole(kept)
+    return kernels.Side(fmt, whole(out.qdata), whole(out.scale), outer, out.transposed, fmt.is_stateful, measured)
+
+
+def derives_in_one_call(col: Format, x, dtype, amax) -> bool:
+    """Whether `cast_pair` can cast a column from the row's decode, nominally `dtype`: on CUDA, where no amax of the
+    decode is needed before the cast."""
+    known = col.outer_axis == "none" or col.is_stateful or amax is not None
+    return x.is_cuda and kernels.in_one_call(x) and known and dtype == x.dtype
+
+
+def _own_amax(out: QuantizedStorage, x) -> torch.Tensor | None:
+    fmt, shape = out.format, out.format.amax_shape(*x.shape, out.direction)
+    return None if shape is None else kernels.amax(x, fmt, out.direction, x.new_empty(shape, dtype=torch.float32))
+
+
+def _keep_amax(out: QuantizedStorage, amax, noop) -> None:
+    if out.outer_amax is not None:
+        out.outer_amax.copy_(amax if noop is None else torch.where(noop.bool(), out.outer_amax, amax))
 
 
 def _cast_parts(out: QuantizedStorage, x, amax, rng, noop) -> bool:
@@ -213,6 +260,7 @@ def _cast_parts(out: QuantizedStorage, x, amax, rng, noop) -> bool:
     length = x.shape[dim] // len(keys)
     if x.shape[dim] % len(keys) or length % granularity(out, dim):
         return False
+    _keep_amax(out, amax, noop)
     for i, key in enumerate(keys):
         piece, _ = narrow(out, dim, i * length, length)
         run = amax.narrow(dim, i * length, length) if amax.dim() and amax.shape[dim] > 1 else amax

@@ -1,9 +1,9 @@
 """Casts on a GPU: time, bandwidth and share of the copy bandwidth measured in the same run (goals P1-P4).
 
-    python scripts/bench_casts.py [--rows 16384 --cols 8192] [--json OUT]
+    python scripts/bench_casts.py [--rows 16384 --cols 8192] [--json OUT] [--only mxfp8]
 
-Every row rotates among inputs larger than the L2, poisons nothing it does not then check, and compares its bytes with
-the CPU kernels' on the first and last rows' blocks of a smaller tensor.
+Every row rotates among inputs larger than the L2. Results at full size, in memory that was poisoned before, are compared
+with the CPU kernels' byte for byte (`--no-check` leaves that out).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import platform
 import subprocess
 
 import torch
@@ -19,6 +20,7 @@ import megatron_hybrid as mh
 from megatron_hybrid.explain import Table
 from megatron_hybrid.formats import COLUMNWISE, ROWWISE
 
+DERIVED = "rowwise_dequantized"
 CASES = [  # (goal, rowwise, columnwise, source)
     ("P1", "fp8_block_e4m3", "fp8_block_e4m3", "original"),
     ("P1", "fp8_block_e4m3:2d", "fp8_block_e4m3:2d", "original"),
@@ -26,18 +28,26 @@ CASES = [  # (goal, rowwise, columnwise, source)
     ("P1", "mxfp8_e4m3", "fp8_block_e4m3", "original"),
     ("P1", "mxfp8_e4m3", "nvfp4", "original"),
     ("P1", "nvfp4:row_scaled", "mxfp8_e4m3", "original"),
-    ("P1", "nvfp4:row_scaled", "mxfp8_e4m3", "rowwise_dequantized"),
+    ("P1", "nvfp4:row_scaled", "mxfp8_e4m3", DERIVED),
+    ("P1", "mxfp8_e4m3", "fp8_block_e4m3", DERIVED),
     ("P1", "nvfp4", "nvfp4", "original"),
     ("P1", "mxfp8_e4m3", None, "original"),
     ("P1", None, "mxfp8_e4m3", "original"),
+    ("P1", None, "fp8_block_e4m3", "original"),
     ("P2", "fp8_delayed_e4m3", "fp8_delayed_e4m3", "original"),
     ("P2", "fp8_current_e4m3", "fp8_current_e4m3", "original"),
     ("P2", "fp8_current_e4m3", "fp8_block_e4m3", "original"),
     ("P2", "fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "original"),
+    ("P2", None, "fp8_delayed_e4m3", "original"),
     ("P3", "mxfp8_e4m3", "nvfp4:rht,sr", "original"),
     ("P3", "fp8_current_e4m3", "nvfp4:rht,sr", "original"),
+    ("P3", "fp8_block_e4m3", "nvfp4:rht,sr", "original"),
 ]
-DECODED = ["fp8_current_e4m3", "fp8_block_e4m3", "mxfp8_e4m3", "nvfp4", "nvfp4:row_scaled"]
+DECODED = [  # (rowwise, columnwise)
+    ("fp8_current_e4m3", None), ("fp8_block_e4m3", None), ("mxfp8_e4m3", None), ("nvfp4", None),
+    ("nvfp4:row_scaled", None), (None, "mxfp8_e4m3"), (None, "nvfp4:rht"),
+]  # fmt: skip
+AMAXES = ["fp8_current_e4m3", "fp8_rowwise_e4m3", "nvfp4:rht"]
 
 
 def median_us(run, inputs, repeat: int) -> float:
@@ -61,7 +71,7 @@ def copy_bandwidth(inputs, repeat: int) -> float:
 
 
 def needed_bytes(x, quantizer, payloads) -> int:
-    """Input read once (twice where a tensor or row amax must be known first), outputs written once."""
+    """Input read once (twice where a tensor or column amax must be known first), outputs written once."""
     amax_first = any(
         f is not None and f.outer_axis != "none" and not f.is_stateful and not (f.outer_axis == "row" and d == ROWWISE)
         for f, d in zip(quantizer.formats(), (ROWWISE, COLUMNWISE))
@@ -75,39 +85,88 @@ def caster(quantizer, device):
     return lambda x: quantizer.cast(x, state=state, rng=rng, transposed=True)
 
 
-def check(quantizer) -> bool:
-    """The CUDA bytes are the CPU's."""
-    x = torch.randn(300, 416, generator=torch.Generator().manual_seed(0)).bfloat16()
-    cpu, gpu = caster(quantizer, "cpu")(x), caster(quantizer, "cuda")(x.cuda())
-    return all(
-        torch.equal(b.cpu().reshape(-1).view(torch.uint8), c.reshape(-1).view(torch.uint8))
-        for s, t in zip(gpu, cpu) if s is not None
-        for b, c in zip(s.buffers().values(), t.buffers().values())
-    )  # fmt: skip
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.cpu().reshape(-1).view(torch.uint8), b.cpu().reshape(-1).view(torch.uint8))
 
 
-def bench(args) -> list[dict]:
-    g = torch.Generator("cuda").manual_seed(0)
-    inputs = [torch.randn(args.rows, args.cols, device="cuda", generator=g).bfloat16() for _ in range(3)]
-    copy = copy_bandwidth(inputs, args.repeat)
-    rows = [{"goal": "-", "what": "copy", "TB/s": copy, "share": 1.0, "us": 2 * inputs[0].nbytes / copy / 1e6}]
-    for goal, row, col, source in CASES:
-        q = mh.HybridQuantizer(row, col, source)
-        run = caster(q, "cuda")
-        nbytes = needed_bytes(inputs[0], q, run(inputs[0]))
-        us = median_us(run, inputs, args.repeat)
-        what = f"{row or '-'} | {col or '-'}" + (" (derived)" if q.derives_columnwise else "")
-        rate = nbytes / us / 1e6
-        rows.append({"goal": goal, "what": what, "us": us, "TB/s": rate, "share": rate / copy, "bytes_equal": check(q)})
-    for name in DECODED:
-        q = mh.HybridQuantizer(name, None)
-        stores = [q.cast(x, columnwise=False)[0] for x in inputs]
-        out = torch.empty(inputs[0].shape, dtype=torch.bfloat16, device="cuda")
-        us = median_us(lambda s: s.decode(out), stores, args.repeat)
-        rate = (stores[0].nbytes + out.nbytes) / us / 1e6
-        same = torch.equal(out.cpu(), stores[(args.repeat - 1) % 3].dequantize(torch.bfloat16).cpu())
-        rows.append({"goal": "P4", "what": f"decode {name}", "us": us, "TB/s": rate, "share": rate / copy, "bytes_equal": same})
-    return rows
+def check(quantizer, x) -> bool:
+    """The CUDA bytes are the CPU's; what CUDA allocates is filled with something else first."""
+    torch.use_deterministic_algorithms(True)  # fills new memory
+    try:
+        gpu = caster(quantizer, "cuda")(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    cpu = caster(quantizer, "cpu")(x.cpu())
+    pairs = [(s, t) for s, t in zip(gpu, cpu) if s is not None]
+    return all(same_bytes(b, c) for s, t in pairs for b, c in zip(s.buffers().values(), t.buffers().values()))
+
+
+class Bench:
+    def __init__(self, args):
+        self.args, self.rows = args, []
+        g = torch.Generator("cuda").manual_seed(0)
+        self.inputs = [torch.randn(args.rows, args.cols, device="cuda", generator=g).bfloat16() for _ in range(3)]
+        self.copy = copy_bandwidth(self.inputs, args.repeat)
+        copied = 2 * self.inputs[0].nbytes
+        self.rows.append({"goal": "-", "what": "copy", "us": copied / self.copy / 1e6, "TB/s": self.copy, "share": 1.0})
+
+    def wants(self, what: str) -> bool:
+        return not self.args.only or any(part in what for part in self.args.only)
+
+    def add(self, goal, what, run, inputs, nbytes, equal):
+        if not self.wants(what):
+            return
+        if self.args.once:
+            return run(inputs[0])
+        us = median_us(run, inputs, self.args.repeat)
+        same = equal() if self.args.check else None
+        self.rows.append({"goal": goal, "what": what, "us": us, "TB/s": nbytes / us / 1e6,
+                          "share": nbytes / us / 1e6 / self.copy, "bytes_equal": same})  # fmt: skip
+
+    def casts(self):
+        x = self.inputs[0]
+        for goal, row, col, source in CASES:
+            q = mh.HybridQuantizer(row, col, source)
+            what = f"{row or '-'} | {col or '-'}" + (" (derived)" if q.derives_columnwise else "")
+            if self.wants(what):
+                run = caster(q, "cuda")
+                nbytes = 0 if self.args.once else needed_bytes(x, q, run(x))
+                self.add(goal, what, run, self.inputs, nbytes, lambda q=q: check(q, x))
+
+    def decodes(self):
+        out = torch.empty(self.inputs[0].shape, dtype=torch.bfloat16, device="cuda")
+        for row, col in DECODED:
+            what = f"decode {row or '-'} | {col or '-'}"
+            if self.wants(what):
+                q, side = mh.HybridQuantizer(row, col), 0 if row else 1
+                stores = [caster(q, "cuda")(x)[side] for x in self.inputs]
+
+                def equal(q=q, side=side, s=stores[0]):
+                    expected = caster(q, "cpu")(self.inputs[0].cpu())[side].dequantize(torch.bfloat16)
+                    return same_bytes(s.decode(out.fill_(float("nan"))), expected)
+
+                self.add("P4", what, lambda s: s.decode(out), stores, stores[0].nbytes + out.nbytes, equal)
+
+    def amaxes(self):
+        x = self.inputs[0]
+        for name in AMAXES:
+            q = mh.HybridQuantizer(None, name)
+
+            def equal(q=q):
+                return same_bytes(q.amax(x)[1], q.amax(x.cpu())[1])
+
+            self.add("-", f"amax {name}", q.amax, self.inputs, x.nbytes, equal)
+
+
+def save(path: str, rows: list[dict], args) -> None:
+    commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    meta = {
+        "card": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "python": platform.python_version(), "date": datetime.date.today().isoformat(), "commit": commit,
+        "command": "python scripts/bench_casts.py", "rows": args.rows, "cols": args.cols, "repeat": args.repeat,
+    }  # fmt: skip
+    with open(path, "w") as f:
+        json.dump({**meta, "results": rows}, f, indent=1)
 
 
 def main() -> None:
@@ -115,23 +174,26 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16384)
     parser.add_argument("--cols", type=int, default=8192)
     parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--only", nargs="*", help="rows whose name contains one of these")
+    parser.add_argument("--once", action="store_true", help="run every row once and measure nothing: for profilers")
+    parser.add_argument("--no-check", dest="check", action="store_false")
     parser.add_argument("--json", help="write the rows, card, versions and commit here")
+    parser.add_argument("--commit", help="what to call the source in the JSON where it is no git repository")
     args = parser.parse_args()
-    rows = bench(args)
-    header = ("goal", "what", "us", "TB/s", "share", "bytes")
+    bench = Bench(args)
+    bench.casts()
+    bench.decodes()
+    bench.amaxes()
+    torch.cuda.synchronize()
     cells = [
         (r["goal"], r["what"], f"{r['us']:.0f}", f"{r['TB/s']:.2f}", f"{r['share']:.0%}",
          {True: "equal", False: "DIFFER", None: ""}[r.get("bytes_equal")])
-        for r in rows
+        for r in bench.rows
     ]  # fmt: skip
-    print(Table(header, tuple(cells), (f"{torch.cuda.get_device_name()}, torch {torch.__version__}",)))
+    notes = (f"{torch.cuda.get_device_name()}, torch {torch.__version__}",)
+    print(Table(("goal", "what", "us", "TB/s", "share", "bytes"), tuple(cells), notes))
     if args.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-        meta = {"card": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-                "date": datetime.date.today().isoformat(), "commit": commit, "command": "scripts/bench_casts.py",
-                "rows": args.rows, "cols": args.cols}  # fmt: skip
-        with open(args.json, "w") as f:
-            json.dump({**meta, "results": rows}, f, indent=1)
+        save(args.json, bench.rows, args)
 
 
 if __name__ == "__main__":

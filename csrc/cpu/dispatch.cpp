@@ -76,7 +76,25 @@ void set_isa(const std::string& name) {
 
 void amax(const AmaxArgs& args, const Where& where) { chosen().table.amax(args, where.threads_or_device); }
 
-void quantize(const QuantizeArgs& args, const Where& where) { chosen().table.quantize(args, where.threads_or_device); }
+namespace {
+
+void quantize_one(const QuantizeArgs& args, int threads) {
+  if (args.noop && *args.noop) return;
+  if (args.measured) {
+    float amax = 0.0f;
+    const bool raises = args.fixed_scale;  // delayed scaling: the history keeps the larger one, and a NaN
+    chosen().table.amax({args.spec, args.x, raises ? &amax : args.measured}, threads);
+    if (raises && (amax > *args.measured || amax != amax)) *args.measured = amax;
+  }
+  chosen().table.quantize(args, threads);
+}
+
+}  // namespace
+
+void quantize(const PairArgs& args, const Where& where) {
+  if (args.has_row) quantize_one(args.row, where.threads_or_device);
+  if (args.has_col) quantize_one(args.col, where.threads_or_device);
+}
 
 void dequantize(const DequantizeArgs& args, const Where& where) {
   chosen().table.dequantize(args, where.threads_or_device);

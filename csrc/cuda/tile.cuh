@@ -1,167 +1,228 @@
-// Tiles in shared memory. A thread block copies a tile in as FP32, works on it, and writes it out; both copies run along
-// the unit stride of the other side, so that global accesses coalesce in every layout.
+// Tiles in shared memory: 128 x 128 elements as they are in global memory, and the codes of a column payload on their
+// way out. Both are swizzled, 16 bytes (8 for FP4 codes) at a time, so that rows and columns are read without conflicts.
 #pragma once
 
-#include "../numerics/hadamard.h"
-#include "../numerics/scales.h"
 #include "launch.h"
+#include "line.cuh"
+#include "matrix.h"
 
 namespace mh::cuda {
 
-constexpr int kMinTileSide = 64;
-constexpr int kMaxBlocks = kMinTileSide * kMinTileSide / 16;  // scale blocks in a tile
+constexpr int kTile = 128;  // a multiple of every block side
+constexpr int kLinesAcross = kTile / kLine;
+constexpr int kRowsAtOnce = kThreads / kLinesAcross;  // rows that a thread block takes line by line
 
 struct Tile {
   int64_t m0, k0;
   int rows, cols;
 };
 
-// Tile and block sides as powers of two. A block over the whole extent counts as one over the whole tile here.
+// How a matrix splits into tiles, one a thread block. `backwards`: the last one first.
 struct Tiling {
   int64_t m, k;
-  int64_t across, count;
-  int64_t scale_cols;
-  int row_log, col_log;
-  int block_m_log, block_k_log;
+  uint32_t across, count;
+  bool backwards;
 
-  __host__ __device__ int rows() const { return 1 << row_log; }
-  __host__ __device__ int cols() const { return 1 << col_log; }
-  __host__ __device__ int pitch() const { return cols() + 1; }  // odd: columns spread over the memory banks
-  __host__ __device__ int block_cols_log() const { return col_log - block_k_log; }
-  __host__ __device__ int blocks() const { return 1 << (row_log - block_m_log + block_cols_log()); }
-
-  __device__ Tile tile(int64_t index) const {
-    const int64_t m0 = index / across << row_log, k0 = index % across << col_log;
-    return Tile{m0, k0, static_cast<int>(min(m - m0, static_cast<int64_t>(rows()))),
-                static_cast<int>(min(k - k0, static_cast<int64_t>(cols())))};
+  __device__ Tile tile(uint32_t index) const {
+    const uint32_t at = backwards ? count - 1 - index : index, row = at / across;
+    const int64_t m0 = static_cast<int64_t>(row) * kTile, k0 = static_cast<int64_t>(at - row * across) * kTile;
+    return Tile{m0, k0, static_cast<int>(min(m - m0, static_cast<int64_t>(kTile))),
+                static_cast<int>(min(k - k0, static_cast<int64_t>(kTile)))};
   }
-  __device__ int block_of(int i, int j) const { return (i >> block_m_log << block_cols_log()) + (j >> block_k_log); }
 };
 
-inline int log2_of(int power) {
-  int log = 0;
-  while (1 << log < power) ++log;
-  return log;
-}
-
-inline Tiling make_tiling(const FormatSpec& spec, int64_t m, int64_t k) {
-  Tiling t{};
-  t.m = m;
-  t.k = k;
-  t.row_log = log2_of(spec.block_m > kMinTileSide ? spec.block_m : kMinTileSide);
-  t.col_log = log2_of(spec.block_k > kMinTileSide ? spec.block_k : kMinTileSide);
-  t.block_m_log = spec.block_m ? log2_of(spec.block_m) : t.row_log;
-  t.block_k_log = spec.block_k ? log2_of(spec.block_k) : t.col_log;
-  t.across = (k + t.cols() - 1) >> t.col_log;
-  t.count = t.across * ((m + t.rows() - 1) >> t.row_log);
-  t.scale_cols = spec.block_k ? (k + spec.block_k - 1) / spec.block_k : 1;
-  return t;
-}
-
-// Shared memory of a tile: values, then codes at the same pitch.
-struct SharedTile {
-  float* values;
-  uint8_t* codes;
-  int pitch;
-
-  __device__ SharedTile(float* memory, const Tiling& g)
-      : values(memory), codes(reinterpret_cast<uint8_t*>(memory + g.rows() * g.pitch())), pitch(g.pitch()) {}
-  __device__ float& value(int i, int j) const { return values[i * pitch + j]; }
-  __device__ uint8_t& code(int i, int j) const { return codes[i * pitch + j]; }
-};
-
-inline size_t shared_bytes(const Tiling& g) {
-  return static_cast<size_t>(g.rows()) * g.pitch() * (sizeof(float) + sizeof(uint8_t));
-}
-
-// Calls body(i, j) for the elements of a tile, neighbouring threads along the columns, or down the rows.
-template <class F>
-__device__ void for_each(const Tiling& g, const Tile& t, bool down, F&& body) {
-  const int n = 1 << (g.row_log + g.col_log);
-  for (int e = threadIdx.x; e < n; e += kThreads) {
-    const int i = down ? e & (g.rows() - 1) : e >> g.col_log;
-    const int j = down ? e >> g.row_log : e & (g.cols() - 1);
-    if (i < t.rows && j < t.cols) body(i, j);
-  }
-}
-
-__device__ inline bool runs_down(const Matrix& x) { return x.row_stride == 1 && x.col_stride != 1; }
-
-template <class T>
-__device__ void load_values(const Matrix& x, const Tiling& g, const Tile& t, const SharedTile& s) {
-  const auto* base = static_cast<const typename T::Raw*>(x.data) + t.m0 * x.row_stride + t.k0 * x.col_stride;
-  for_each(g, t, runs_down(x), [&](int i, int j) { s.value(i, j) = T::load(base[i * x.row_stride + j * x.col_stride]); });
+inline Tiling make_tiling(int64_t m, int64_t k, bool backwards) {
+  const int64_t across = (k + kTile - 1) / kTile, count = across * ((m + kTile - 1) / kTile);
+  if (count > kMaxGrid / 2) throw std::runtime_error("megatron_hybrid._C_cuda: a matrix of more than 2^44 elements");
+  return Tiling{m, k, static_cast<uint32_t>(across), static_cast<uint32_t>(count), backwards};
 }
 
 template <class T>
-__device__ void store_values(const Matrix& x, const Tiling& g, const Tile& t, const SharedTile& s) {
-  auto* base = static_cast<typename T::Raw*>(x.data) + t.m0 * x.row_stride + t.k0 * x.col_stride;
-  for_each(g, t, runs_down(x), [&](int i, int j) { base[i * x.row_stride + j * x.col_stride] = T::store(s.value(i, j)); });
+constexpr int kTileBytes = kTile * kTile * static_cast<int>(sizeof(typename T::Raw));
+constexpr int kStagingBytes = kTile * kTile;
+
+// Byte offset in the tile of 16 bytes: row i, the chunk-th of its 16 or 32.
+template <class T>
+__device__ __forceinline__ int chunk_offset(int i, int chunk) {
+  constexpr int kChunks = kTile * static_cast<int>(sizeof(typename T::Raw)) / kVector;
+  return (i * kChunks + (chunk ^ (chunk >> 3))) * kVector;
 }
 
-// Runs of up to 16 elements along an axis: calls body(i, j, step, n), the run starting at (i, j), its elements `step`
-// apart in shared memory. Runs are aligned to 16, so each lies in one scale block.
-template <class F>
-__device__ void for_each_run(const Tiling& g, const Tile& t, const SharedTile& s, bool down, F&& body) {
-  const int n = 1 << (g.row_log + g.col_log - 4);
-  for (int r = threadIdx.x; r < n; r += kThreads) {
-    const int i = down ? r >> g.col_log << 4 : r >> (g.col_log - 4);
-    const int j = down ? r & (g.cols() - 1) : (r & ((g.cols() >> 4) - 1)) << 4;
-    if (i >= t.rows || j >= t.cols) continue;
-    body(i, j, down ? s.pitch : 1, min(16, down ? t.rows - i : t.cols - j));
-  }
+template <class T>
+__device__ __forceinline__ int element_offset(int i, int j) {
+  constexpr int kPerChunk = kVector / static_cast<int>(sizeof(typename T::Raw));
+  return chunk_offset<T>(i, j / kPerChunk) + j % kPerChunk * static_cast<int>(sizeof(typename T::Raw));
 }
 
-__device__ inline void hadamard_tile(const FormatSpec& spec, const Tiling& g, const Tile& t, const SharedTile& s,
-                                     bool inverse) {
-  for_each_run(g, t, s, spec.axis == 1, [&](int i, int j, int step, int n) {
-    if (n < kHadamardSize) return;  // a last group under 16 stays as it is
-    float v[kHadamardSize];
-    float* first = &s.value(i, j);
+// Starts to fill a tile, with zeros where the matrix ends; wait_copies and a barrier end it. `vector`: rows are contiguous and their 16-byte chunks aligned.
+template <class T>
+__device__ void start_tile(const Matrix& x, bool vector, const Tile& t, char* tile) {
+  using Raw = typename T::Raw;
+  constexpr int kPerChunk = kVector / static_cast<int>(sizeof(Raw)), kChunks = kTile / kPerChunk;
+  const Raw* base = static_cast<const Raw*>(x.data) + t.m0 * x.row_stride + t.k0 * x.col_stride;
+  if (vector) {
     MH_UNROLL
-    for (int e = 0; e < kHadamardSize; ++e) v[e] = first[e * step];
-    hadamard16(v, inverse);
+    for (int n = 0; n < kTile * kChunks / kThreads; ++n) {
+      const int at = n * kThreads + threadIdx.x, i = at / kChunks, chunk = at % kChunks;
+      const int left = i < t.rows ? (t.cols - chunk * kPerChunk) * static_cast<int>(sizeof(Raw)) : 0;
+      const int valid = min(max(left, 0), kVector);
+      copy_async(tile + chunk_offset<T>(i, chunk), valid ? base + i * x.row_stride + chunk * kPerChunk : base, valid);
+    }
+    return;
+  }
+  const bool down = x.row_stride == 1 && x.col_stride != 1;  // neighbouring threads take neighbours in memory
+  for (int at = threadIdx.x; at < kTile * kTile; at += kThreads) {
+    const int i = down ? at % kTile : at / kTile, j = down ? at / kTile : at % kTile;
+    const bool inside = i < t.rows && j < t.cols;
+    *reinterpret_cast<Raw*>(tile + element_offset<T>(i, j)) = inside ? base[i * x.row_stride + j * x.col_stride] : Raw{};
+  }
+}
+
+// The line along K that starts at (i, j).
+template <class T>
+__device__ __forceinline__ void load_line(const char* tile, int i, int j, Pair<T> (&line)[kLine / 2]) {
+  constexpr int kPerChunk = kVector / static_cast<int>(sizeof(typename T::Raw));
+  MH_UNROLL
+  for (int c = 0; c < kLine / kPerChunk; ++c) {
+    const uint4 v = *reinterpret_cast<const uint4*>(tile + chunk_offset<T>(i, j / kPerChunk + c));
+    const uint32_t words[4] = {v.x, v.y, v.z, v.w};
     MH_UNROLL
-    for (int e = 0; e < kHadamardSize; ++e) first[e * step] = v[e];
-  });
-}
-
-// Calls body(block, row, col) for the scale blocks of a tile, (row, col) being global block coordinates; a block over
-// the whole extent has coordinate 0.
-template <class F>
-__device__ void for_each_block(const FormatSpec& spec, const Tiling& g, const Tile& t, F&& body) {
-  for (int b = threadIdx.x; b < g.blocks(); b += kThreads) {
-    const int bi = b >> g.block_cols_log(), bj = b & ((1 << g.block_cols_log()) - 1);
-    if (bi << g.block_m_log >= t.rows || bj << g.block_k_log >= t.cols) continue;
-    const int64_t row = spec.block_m ? (t.m0 >> g.block_m_log) + bi : 0;
-    const int64_t col = spec.block_k ? (t.k0 >> g.block_k_log) + bj : 0;
-    body(b, row, col);
+    for (int w = 0; w < 4; ++w) line[(4 * c + w) / Pair<T>::kWords].w[(4 * c + w) % Pair<T>::kWords] = words[w];
   }
 }
 
-// Index of the outer amax of a block: formats with one a row (or column) have blocks one row (or column) wide.
-__device__ inline int64_t outer_index(const FormatSpec& spec, int64_t row, int64_t col) {
-  return !spec.outer_rows ? 0 : (spec.axis == 0 ? row : col);
-}
-
-// Kernels instantiated for each storage type, as a switch.
-template <template <class> class Launch, class... Args>
-void by_dtype(Dtype dtype, Args&&... args) {
-  switch (dtype) {
-    case Dtype::f32: return Launch<Float32>::run(args...);
-    case Dtype::bf16: return Launch<BFloat16>::run(args...);
-    case Dtype::f16: return Launch<Float16>::run(args...);
+template <class T>
+__device__ __forceinline__ void store_line(char* tile, int i, int j, const float (&x)[kLine]) {
+  constexpr int kPerChunk = kVector / static_cast<int>(sizeof(typename T::Raw));
+  MH_UNROLL
+  for (int c = 0; c < kLine / kPerChunk; ++c) {
+    uint32_t words[4];
+    MH_UNROLL
+    for (int w = 0; w < 4; w += Pair<T>::kWords) {
+      const int e = c * kPerChunk + w / Pair<T>::kWords * 2;
+      const Pair<T> p = Pair<T>::of(x[e], x[e + 1]);
+      MH_UNROLL
+      for (int part = 0; part < Pair<T>::kWords; ++part) words[w + part] = p.w[part];
+    }
+    *reinterpret_cast<uint4*>(tile + chunk_offset<T>(i, j / kPerChunk + c)) = {words[0], words[1], words[2], words[3]};
   }
 }
 
-// Launches a tile kernel, asking for more than 48 KiB of shared memory where the tile needs it.
-template <class Kernel, class Args>
-void launch_tiles(Kernel kernel, const Args& args, const Tiling& g, const Where& where, const char* function) {
-  const size_t bytes = shared_bytes(g);
-  if (bytes > 48 * 1024)
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)), function);
-  kernel<<<grid_for(g.count), kThreads, bytes, stream_of(where)>>>(args, g);
-  check(cudaGetLastError(), function);
+// The elements (i, j) and (i, j + 1), j even.
+template <class T>
+__device__ __forceinline__ Pair<T> load_pair(const char* tile, int i, int j) {
+  return *reinterpret_cast<const Pair<T>*>(tile + element_offset<T>(i, j));
+}
+
+// Writes the first n bytes of some words in the widest steps of up to `width` bytes that are whole.
+template <int kWords>
+__device__ __forceinline__ void put_bytes(uint8_t* to, const uint32_t (&w)[kWords], int n, int width) {
+  if (n >= kWords * 4 && width >= 4) {
+    if (kWords == 4 && width >= 16) {
+      *reinterpret_cast<uint4*>(to) = {w[0], w[1], w[kWords - 2], w[kWords - 1]};
+    } else if (width >= 8) {
+      MH_UNROLL
+      for (int i = 0; i < kWords; i += 2) *reinterpret_cast<uint2*>(to + 4 * i) = {w[i], w[i + 1]};
+    } else {
+      MH_UNROLL
+      for (int i = 0; i < kWords; ++i) *reinterpret_cast<uint32_t*>(to + 4 * i) = w[i];
+    }
+    return;
+  }
+  MH_UNROLL
+  for (int b = 0; b < kWords * 4; ++b)
+    if (b < n) to[b] = static_cast<uint8_t>(w[b / 4] >> (b % 4 * 8));
+}
+
+// The first n of 16 bytes, zeros after them.
+__device__ __forceinline__ uint4 get_bytes(const uint8_t* from, int n, int width) {
+  if (n >= kVector && width == kVector) return *reinterpret_cast<const uint4*>(from);
+  uint32_t w[4] = {};
+  if (n >= kVector && width >= 4) {
+    MH_UNROLL
+    for (int i = 0; i < 4; ++i) w[i] = reinterpret_cast<const uint32_t*>(from)[i];
+  } else {
+    MH_UNROLL
+    for (int b = 0; b < kVector; ++b)
+      if (b < n) w[b / 4] |= static_cast<uint32_t>(from[b]) << (b % 4 * 8);
+  }
+  return {w[0], w[1], w[2], w[3]};
+}
+
+// Offset in the staging area of a unit: the codes of a line, the unit-th of eight in a stored row.
+template <Kind kind>
+__device__ __forceinline__ int unit_offset(int row, int unit) {
+  return (row * kLinesAcross + (unit ^ (row >> 1 & 7))) * Codes<kind>::kBytes;
+}
+
+template <Kind kind>
+__device__ __forceinline__ void stage_codes(uint8_t* staging, int row, int unit, const Codes<kind>& codes) {
+  uint8_t* to = staging + unit_offset<kind>(row, unit);
+  if constexpr (kIsFp4<kind>)
+    *reinterpret_cast<uint2*>(to) = {codes.w[0], codes.w[1]};
+  else
+    *reinterpret_cast<uint4*>(to) = {codes.w[0], codes.w[1], codes.w[2], codes.w[3]};
+}
+
+// The codes of two neighbouring columns j, j + 1 (j even), rows i to i + 15, into rows of the stored matrix.
+template <Kind kind>
+__device__ __forceinline__ void stage_pairs(uint8_t* staging, int i, int j, const Codes<kind> (&codes)[2]) {
+  MH_UNROLL
+  for (int e = 0; e < kLine; ++e) {
+    uint8_t* to = staging + unit_offset<kind>(i + e, j / kLine);
+    if constexpr (kIsFp4<kind>) {
+      const uint32_t low = codes[0].w[e / 8] >> (e % 8 * 4) & 15u, high = codes[1].w[e / 8] >> (e % 8 * 4) & 15u;
+      to[j % kLine / 2] = static_cast<uint8_t>(low | high << 4);
+    } else {
+      const uint32_t both = permute(codes[0].w[e / 4], codes[1].w[e / 4], (4 + e % 4) << 4 | e % 4);
+      *reinterpret_cast<uint16_t*>(to + j % kLine) = static_cast<uint16_t>(both);
+    }
+  }
+}
+
+// Stored codes to the staging area, zeros where the tensor ends; the counterpart of copy_out.
+template <Kind kind>
+__device__ void copy_in(uint8_t* staging, const uint8_t* from, int64_t pitch, int rows, int bytes, int width) {
+  constexpr int kPieces = kTile * kTile / kLine * Codes<kind>::kBytes / kVector;
+  constexpr int kAcross = kPieces / kTile;
+  uint4 loaded[kPieces / kThreads];
+  MH_UNROLL
+  for (int n = 0; n < kPieces / kThreads; ++n) {
+    const int at = n * kThreads + threadIdx.x, row = at / kAcross, piece = at % kAcross;
+    loaded[n] = get_bytes(from + (row < rows ? row * pitch + piece * kVector : 0), row < rows ? bytes - piece * kVector : 0, width);
+  }
+  MH_UNROLL
+  for (int n = 0; n < kPieces / kThreads; ++n) {
+    const int at = n * kThreads + threadIdx.x, row = at / kAcross, piece = at % kAcross;
+    const uint4 v = loaded[n];
+    if constexpr (kIsFp4<kind>) {
+      *reinterpret_cast<uint2*>(staging + unit_offset<kind>(row, 2 * piece)) = {v.x, v.y};
+      *reinterpret_cast<uint2*>(staging + unit_offset<kind>(row, 2 * piece + 1)) = {v.z, v.w};
+    } else {
+      *reinterpret_cast<uint4*>(staging + unit_offset<kind>(row, piece)) = v;
+    }
+  }
+}
+
+// Staged codes to global memory, 16 bytes a thread. `rows` stored rows of `bytes` bytes each lie in the tensor.
+template <Kind kind>
+__device__ void copy_out(const uint8_t* staging, uint8_t* to, int64_t pitch, int rows, int bytes, int width) {
+  constexpr int kPieces = kTile * kTile / kLine * Codes<kind>::kBytes / kVector;  // in all
+  constexpr int kAcross = kPieces / kTile;
+  MH_UNROLL
+  for (int n = 0; n < kPieces / kThreads; ++n) {
+    const int at = n * kThreads + threadIdx.x, row = at / kAcross, piece = at % kAcross;
+    uint32_t w[4];
+    if constexpr (kIsFp4<kind>) {
+      const uint2 a = *reinterpret_cast<const uint2*>(staging + unit_offset<kind>(row, 2 * piece));
+      const uint2 b = *reinterpret_cast<const uint2*>(staging + unit_offset<kind>(row, 2 * piece + 1));
+      w[0] = a.x, w[1] = a.y, w[2] = b.x, w[3] = b.y;
+    } else {
+      const uint4 v = *reinterpret_cast<const uint4*>(staging + unit_offset<kind>(row, piece));
+      w[0] = v.x, w[1] = v.y, w[2] = v.z, w[3] = v.w;
+    }
+    if (row < rows) put_bytes(to + row * pitch + piece * kVector, w, bytes - piece * kVector, width);
+  }
 }
 
 }  // namespace mh::cuda

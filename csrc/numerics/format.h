@@ -47,6 +47,8 @@ struct Payload {
 // Layout of the random state that stochastic rounding reads, int64 each.
 enum RngField : int { kSeed = 0, kTensorId, kCounter, kRowOffset, kColOffset, kGlobalCols, kRngFields };
 
+constexpr int kPanelRows = 128;
+
 struct QuantizeArgs {
   FormatSpec spec;
   Matrix x;
@@ -55,6 +57,17 @@ struct QuantizeArgs {
   const int64_t* rng;
   const int64_t* row_ids;  // global row of each row, instead of the row offset
   const int32_t* noop;     // non-zero: leave every output untouched
+  float* measured;         // set: the call takes the amax of `x` too. Written here, whence `out.amax` may read it; with
+                           // `fixed_scale` the value here is only raised to it (the history of delayed scaling)
+  int32_t* scratch;        // one a kPanelRows rows, or null: lets a CUDA cast take row amaxes without a pass of their own
+};
+
+// Both directions of one tensor, or one of them. `derived`: the column is cast from the row's decode, rounded to the
+// dtype of `x`.
+struct PairArgs {
+  QuantizeArgs row, col;
+  bool has_row, has_col;
+  bool derived;
 };
 
 struct DequantizeArgs {

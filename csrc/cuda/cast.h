@@ -1,0 +1,54 @@
+// What the cast kernel is told: both directions of one tensor, as host code prepared them.
+#pragma once
+
+#include "tile.cuh"
+
+namespace mh::cuda {
+
+// One direction. In the kernel "row" lines run along K and "column" lines along M of the matrix as the kernel sees it.
+struct Direction {
+  FormatSpec spec;
+  int block_m_log, block_k_log;
+  uint8_t* codes;
+  int64_t pitch;    // bytes of a stored row
+  bool transposed;  // stored rows run along M
+  int width;        // widest access to the codes
+  void* scale;
+  int64_t scale_step_m, scale_step_k;  // from a block to the next one
+  const float* amax;
+  bool fixed_scale;
+  float* history;  // delayed scaling: raised to the amax of what is cast
+  Noise noise;
+};
+
+constexpr uint32_t kAhead = 6;              // panels between a look and the cast; 128 rows of 8192 16-bit elements are 2 MiB
+constexpr int kLookCols = 32 * kLine;  // columns of a look
+
+// Row amaxes that the cast takes itself (panels.cuh). `done` null: it does not.
+struct Panels {
+  int32_t* done;  // looks finished, one counter a panel of 128 rows
+  float* amax;
+  uint32_t count;
+  uint32_t looks;  // in a panel
+};
+
+struct CastArgs {
+  Matrix x;
+  bool vector;
+  Tiling tiling;
+  uint32_t items;  // of work, one a thread block: tiles, and looks for row amaxes
+  Direction row, col;
+  Panels panels;
+  bool derived;
+  const int32_t* noop;
+};
+
+// Launches the kernel for a storage type and the kinds of both directions.
+template <class T>
+void launch_cast(const CastArgs& args, Kind row, Kind col, const Where& where);
+
+extern template void launch_cast<Float32>(const CastArgs&, Kind, Kind, const Where&);
+extern template void launch_cast<BFloat16>(const CastArgs&, Kind, Kind, const Where&);
+extern template void launch_cast<Float16>(const CastArgs&, Kind, Kind, const Where&);
+
+}  // namespace mh::cuda

@@ -1,0 +1,3 @@
+#include "cast.cuh"
+
+template void mh::cuda::launch_cast<mh::Float16>(const CastArgs&, Kind, Kind, const Where&);

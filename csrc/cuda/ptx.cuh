@@ -1,0 +1,98 @@
+// Single instructions that compilers do not choose by themselves, each beside plain code of the same meaning. The plain
+// code runs where the kernels are emulated on a CPU (tests/emulation).
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../numerics/elements.h"
+
+namespace mh::cuda {
+
+// Two FP8 codes, `lo` in the low byte. The conversion rounds to nearest even, saturates, and makes any NaN 0x7f.
+template <class E>
+__device__ __forceinline__ uint32_t encode_pair(float lo, float hi) {
+#if defined(__CUDACC__)
+  uint16_t codes;
+  if constexpr (std::is_same_v<E, E4M3>)
+    asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
+  else
+    asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(hi), "f"(lo));
+  return codes;
+#else
+  return encode<E>(lo) | encode<E>(hi) << 8;
+#endif
+}
+
+// T::load, exact; which NaN a NaN becomes is nobody's concern here.
+template <class T>
+__device__ __forceinline__ float load_raw(typename T::Raw raw) {
+#if defined(__CUDACC__)
+  if constexpr (std::is_same_v<T, Float16>) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(raw));
+    return x;
+  }
+#endif
+  return T::load(raw);
+}
+
+// Maxima of the two unsigned halves.
+__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+#if defined(__CUDACC__)
+  uint32_t most;
+  asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  return most;
+#else
+  const uint32_t low = max(a & 0xffffu, b & 0xffffu), high = max(a >> 16, b >> 16);
+  return low | high << 16;
+#endif
+}
+
+// Byte permutation: selector s, four bits a byte of the result, takes byte s % 8 of a (0 to 3) and b (4 to 7), or from 8
+// up eight copies of its sign.
+__device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selectors) {
+  uint32_t bytes = 0;
+#if defined(__CUDACC__)
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(selectors));
+#else
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t s = selectors >> (4 * i) & 15u, byte = (s % 8 < 4 ? a : b) >> (s % 4 * 8) & 0xffu;
+    bytes |= (s < 8 ? byte : (byte & 0x80u ? 0xffu : 0u)) << (8 * i);
+  }
+#endif
+  return bytes;
+}
+
+// Starts copying 16 bytes into shared memory, of which only the first `valid` are read and the others become 0.
+__device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {
+#if defined(__CUDACC__)
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid) : "memory");
+#else
+  uint4 bytes{};
+  memcpy(&bytes, __builtin_assume_aligned(global, 16), static_cast<size_t>(valid));
+  *static_cast<uint4*>(shared) = bytes;
+#endif
+}
+
+__device__ __forceinline__ void wait_copies() {
+#if defined(__CUDACC__)
+  asm volatile("cp.async.wait_all;" ::: "memory");
+#endif
+}
+
+// Reads a counter that other thread blocks raise, and with it what they wrote before.
+__device__ __forceinline__ int32_t load_acquire(const int32_t* counter) {
+#if defined(__CUDACC__)
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(counter) : "memory");
+  return value;
+#else
+  return __atomic_load_n(counter, __ATOMIC_ACQUIRE);
+#endif
+}
+
+}  // namespace mh::cuda

@@ -1,0 +1,150 @@
+// Random casts and decodes over buffers of exactly the size they need, for the sanitizers; results are not looked at.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <vector>
+
+#include "backend.h"
+
+namespace {
+
+using namespace mh;
+
+std::mt19937 rng(1);
+const Where kHere{0, 0};
+
+bool one_in(unsigned n) { return rng() % n == 0; }
+
+class Buffers {
+ public:
+  ~Buffers() {
+    for (void* p : all_) free(p);
+  }
+  template <class T>
+  T* get(int64_t n) {
+    void* p = nullptr;
+    const size_t bytes = static_cast<size_t>(n) * sizeof(T);
+    if (posix_memalign(&p, 256, bytes > 0 ? bytes : 1)) abort();
+    memset(p, 0x5a, bytes);
+    all_.push_back(p);
+    return static_cast<T*>(p);
+  }
+
+ private:
+  std::vector<void*> all_;
+};
+
+std::vector<FormatSpec> formats(int axis) {
+  std::vector<FormatSpec> all;
+  const auto add = [&](Element e, ScaleRule rule, int along, bool square, bool outer_rows = false, bool rht = false, bool sr = false) {
+    const int across = square ? along : (outer_rows || along > 0 ? 1 : 0);
+    all.push_back({e, rule, axis, axis == 0 ? across : along, axis == 0 ? along : across, true, 0.0f, outer_rows, rht, sr});
+  };
+  add(Element::e4m3, ScaleRule::fp32, 0, false);
+  add(Element::e5m2, ScaleRule::fp32, 0, false, true);
+  for (bool square : {false, true}) {
+    add(Element::e4m3, ScaleRule::fp32, 128, square);
+    add(Element::e5m2, ScaleRule::e8m0, 32, square);
+  }
+  for (int bits = 0; bits < 8; ++bits)
+    add(Element::e2m1, ScaleRule::e4m3_amax, 16, false, bits & 1, bits & 2, bits & 4);
+  add(Element::e2m1, ScaleRule::e4m3_amax, 16, true, false, false, true);
+  return all;
+}
+
+int64_t blocks(int64_t extent, int block) { return block ? (extent + block - 1) / block : 1; }
+
+Matrix random_matrix(Buffers& buffers) {
+  constexpr int64_t kShapes[][2] = {{256, 128}, {145, 272}, {130, 136}, {67, 35}, {1, 300}, {300, 1}, {128, 1040}, {900, 64}};
+  const auto& shape = kShapes[rng() % 8];
+  Matrix x{nullptr, static_cast<Dtype>(rng() % 3), shape[0], shape[1], shape[1], 1};
+  const int64_t size = x.dtype == Dtype::f32 ? 4 : 2;
+  int64_t n = x.rows * x.cols, first = 0;
+  switch (rng() % 4) {
+    case 1: x.row_stride = 1, x.col_stride = x.rows; break;
+    case 2:
+      x.row_stride = 2 * x.cols, x.col_stride = 2;
+      n = (x.rows - 1) * x.row_stride + (x.cols - 1) * x.col_stride + 1;
+      break;
+    case 3: first = 1;
+  }
+  uint8_t* data = buffers.get<uint8_t>((n + first) * size) + first * size;
+  const bool any_bits = one_in(2);
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits = static_cast<uint32_t>(rng());
+    if (!any_bits) bits = (bits & 0x83ffffffu) | 0x3c000000u;  // moderate, whatever the type
+    memcpy(data + i * size, reinterpret_cast<const uint8_t*>(&bits) + 4 - size, static_cast<size_t>(size));
+  }
+  x.data = data;
+  return x;
+}
+
+QuantizeArgs random_cast(Buffers& buffers, const FormatSpec& spec, const Matrix& x, bool transposed) {
+  const bool fp4 = spec.element == Element::e2m1;
+  const int64_t last = transposed ? x.rows : x.cols, rows = transposed ? x.cols : x.rows;
+  const int64_t num_scales = blocks(x.rows, spec.block_m) * blocks(x.cols, spec.block_k);
+  const int64_t num_amaxes = spec.outer_rows ? (spec.axis == 0 ? x.rows : x.cols) : (fp4 || spec.block_m == 0 ? 1 : 0);
+  QuantizeArgs a{};
+  a.spec = spec;
+  a.x = x;
+  a.out.codes = buffers.get<uint8_t>(rows * (fp4 ? (last + 1) / 2 : last));
+  a.out.transposed = transposed;
+  a.out.scale = buffers.get<uint8_t>(num_scales * (spec.scale_rule == ScaleRule::fp32 ? 4 : 1));
+  float* amax = buffers.get<float>(num_amaxes);
+  for (int64_t i = 0; i < num_amaxes; ++i) amax[i] = 3.5f;
+  a.out.amax = amax;
+  a.fixed_scale = spec.block_m == 0 && spec.block_k == 0 && one_in(2);
+  if (num_amaxes > 0 && one_in(2)) {
+    a.measured = a.fixed_scale ? buffers.get<float>(1) : amax;
+    if (a.fixed_scale) *a.measured = 0.5f;
+    if (spec.outer_rows && spec.axis == 0 && !one_in(4)) a.scratch = buffers.get<int32_t>(blocks(x.rows, kPanelRows));
+  }
+  int64_t* words = buffers.get<int64_t>(kRngFields);
+  const bool aligned = one_in(2);
+  const int64_t values[] = {1, 2, 3, 64, aligned ? 8 : 3, aligned ? (x.cols + 15) / 8 * 8 : x.cols + 5};
+  memcpy(words, values, sizeof values);
+  a.rng = words;
+  if (one_in(3)) {
+    int64_t* ids = buffers.get<int64_t>(x.rows);
+    for (int64_t i = 0; i < x.rows; ++i) ids[i] = static_cast<int64_t>(rng());
+    a.row_ids = ids;
+  }
+  return a;
+}
+
+void decode(Buffers& buffers, const QuantizeArgs& q) {
+  DequantizeArgs d{};
+  d.spec = q.spec;
+  d.in = q.out;
+  d.outer = one_in(2);
+  d.inverse_rht = one_in(2);
+  const int64_t m = q.x.rows, k = q.x.cols, first = one_in(4);
+  const bool down = one_in(2);
+  d.out = Matrix{nullptr, static_cast<Dtype>(rng() % 3), m, k, down ? 1 : k, down ? m : 1};
+  const int64_t size = d.out.dtype == Dtype::f32 ? 4 : 2;
+  d.out.data = buffers.get<uint8_t>((m * k + first) * size) + first * size;
+  cuda::dequantize(d, kHere);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const int calls = argc > 1 ? atoi(argv[1]) : 200;
+  const std::vector<FormatSpec> rows = formats(0), cols = formats(1);
+  for (int i = 0; i < calls; ++i) {
+    Buffers buffers;
+    const Matrix x = random_matrix(buffers);
+    PairArgs p{};
+    const FormatSpec row = rows[rng() % rows.size()], col = cols[rng() % cols.size()];
+    p.has_row = !one_in(8);
+    p.has_col = !p.has_row || !one_in(8);
+    p.derived = p.has_row && p.has_col && one_in(4) && col.element != Element::e2m1 && col.block_m > 1;
+    if (p.has_row) p.row = random_cast(buffers, row, x, !p.derived && one_in(4));
+    if (p.has_col) p.col = random_cast(buffers, col, x, !one_in(3));
+    cuda::quantize(p, kHere);
+    if (p.has_row) decode(buffers, p.row);
+    if (p.has_col) decode(buffers, p.col);
+  }
+  printf("%d casts, nothing found\n", calls);
+}

@@ -1,0 +1,69 @@
+"""Every CUDA kernel of the casts on small ragged tensors, for compute-sanitizer; the bytes are compared with the CPU's.
+
+    PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 python tests/numerics/sanitize_casts.py
+    compute-sanitizer --tool racecheck --error-exitcode 1 python tests/numerics/sanitize_casts.py
+"""
+
+import argparse
+import itertools
+
+import torch
+from test_cast_pair import LAYOUTS, check_pair, empty, lay_out, new_states
+
+from megatron_hybrid import kernels
+from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
+from megatron_hybrid.storage import cast_pair
+from megatron_hybrid.testing.generators import cast_input, make_input
+
+# one format a way of finding scales; FP4 without and with options
+ROWS = ("fp8_current_e4m3", "fp8_rowwise_e4m3", "fp8_block_e5m2:2d", "mxfp8_e4m3", "nvfp4:row_scaled", "nvfp4:rht,sr")
+COLUMNS = ("fp8_delayed_e5m2", "fp8_block_e4m3", "mxfp8_e5m2:2d", "nvfp4:2d", "nvfp4:row_scaled,rht", "nvfp4:sr")
+SHAPES = ((145, 272), (67, 35))
+
+
+def pairs() -> int:
+    turn = 0
+    for dtype, row, col in itertools.product(("bfloat16", "float16", "float32"), ROWS, COLUMNS):
+        turn += 1
+        x = lay_out(cast_input(make_input("special", SHAPES[turn % 2]), dtype), LAYOUTS[turn // 2 % 4])
+        check_pair(x, (row, col), "cuda", f"{row} | {col} {dtype} {turn}", (turn % 5 == 0, turn % 3 != 0))
+    return turn
+
+
+def single_directions() -> int:
+    turn = 0
+    for dtype, name, direction in itertools.product(("bfloat16", "float32"), ROWS + COLUMNS, DIRECTIONS):
+        turn += 1
+        x = cast_input(make_input("normal", SHAPES[turn % 2]), dtype).cuda()
+        out = empty(name, direction, x, turn % 3 == 0)
+        (state,) = new_states([name], "cuda")
+        if "sr" in name:
+            continue
+        cast_pair(*((out, None) if direction == ROWWISE else (None, out)), x, state=(state, state))
+        for out_dtype, layout in itertools.product((torch.bfloat16, torch.float16, torch.float32), LAYOUTS[:2]):
+            decoded = lay_out(torch.zeros(out.shape, dtype=out_dtype, device="cuda"), layout)
+            out.decode(decoded, inverse_rht=turn % 2 == 0)
+        fmt = parse_format(name)
+        if (shape := fmt.amax_shape(*x.shape, direction)) is not None:
+            kernels.amax(x, fmt, direction, torch.empty(shape, device="cuda"))
+    return turn
+
+
+def derived_columns() -> int:
+    rows = [r for r in ROWS if "sr" not in r]
+    for row, col in itertools.product(rows, ("mxfp8_e4m3", "fp8_block_e4m3")):
+        x = cast_input(make_input("normal", SHAPES[0]), "bfloat16").cuda()
+        outs = [empty(row, ROWWISE, x, False), empty(col, COLUMNWISE, x, True)]
+        cast_pair(*outs, x, state=new_states((row, col), "cuda"), derived=True)
+    return len(rows) * 2
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    calls = pairs() + single_directions() + derived_columns()
+    torch.cuda.synchronize()
+    print(f"{calls} casts, bytes as on the CPU")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""One call for both directions gives the bytes of the CPU's one call a direction, whatever the pair of formats.
+
+`kernels.quantize_pair` also takes amaxes, collects histories and casts columns from the row's decode on the way.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import megatron_hybrid as mh
+from megatron_hybrid import kernels
+from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
+from megatron_hybrid.scaling import DelayedState
+from megatron_hybrid.storage import QuantizedStorage, cast, cast_pair, derive_columnwise
+from megatron_hybrid.testing.assertions import assert_bitwise_equal
+from megatron_hybrid.testing.generators import cast_input, make_input
+
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+on_gpu = [pytest.mark.gpu, no_gpu]
+on_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_gpu)])
+
+# every kernel body, scale rule and source of an amax; elements and options that change only constants once each
+FORMATS = ("fp8_current_e4m3", "fp8_delayed_e5m2", "fp8_rowwise_e4m3", "fp8_block_e4m3", "fp8_block_e5m2:2d", "mxfp8_e4m3",
+           "mxfp8_e5m2:2d", "nvfp4", "nvfp4:2d", "nvfp4:row_scaled", "nvfp4:row_scaled,rht", "nvfp4:sr",
+           "nvfp4:rht,sr")  # fmt: skip
+PAIRS = tuple(itertools.product(FORMATS, FORMATS))
+# whole tiles; ragged against every block, K a multiple of 16 and of 8 bytes; odd everywhere
+SHAPES = ((256, 128), (145, 272), (130, 136), (67, 35))
+LAYOUTS = ("contiguous", "transposed", "slice", "step")
+
+
+def lay_out(t: torch.Tensor, layout: str) -> torch.Tensor:
+    """The same values in another memory layout."""
+    M, K = t.shape
+    if layout == "transposed":
+        return t.T.contiguous().T
+    if layout == "slice":
+        big = torch.full((M + 3, K + 5), float("nan"), dtype=t.dtype, device=t.device)
+        big[2 : M + 2, 3 : K + 3] = t
+        return big[2 : M + 2, 3 : K + 3]
+    if layout == "step":
+        big = torch.full((3 * M, 2 * K), float("nan"), dtype=t.dtype, device=t.device)
+        big[::3, ::2] = t
+        return big[::3, ::2]
+    return t
+
+
+def new_states(formats, device):
+    """A scale away from 1 and a history that is below the inputs' amax."""
+    states = []
+    for name in formats:
+        state = None
+        if parse_format(name).is_stateful:
+            state = DelayedState(torch.full((), 0.7, device=device), torch.full((4,), 0.125, device=device))
+        states.append(state)
+    return states
+
+
+def new_rng(device, M, K):
+    return mh.Rng(7, 11, 13, 0, (64, 8, K + 16), device=device)
+
+
+def empty(name, direction, x, transposed):
+    out = QuantizedStorage.empty(parse_format(name), direction, tuple(x.shape), x.dtype, x.device, transposed=transposed)
+    for buffer in out.buffers().values():
+        buffer.view(torch.uint8).fill_(0xA5) if buffer.dim() else buffer.fill_(-3.0)
+    return out
+
+
+def assert_same(got: QuantizedStorage, expected: QuantizedStorage, what: str):
+    for name, buffer in expected.buffers().items():
+        assert_bitwise_equal(got.buffers()[name], buffer, f"{what}: {name}")
+
+
+def check_pair(x, names, device, what, transposed=(False, False)):
+    """Both directions at once on `device` against one at a time on the CPU; histories too."""
+    rng, states = new_rng(device, *x.shape), new_states(names, device)
+    there = x.to(device) if device != "cpu" else x
+    outs = [empty(n, d, there, t) for n, d, t in zip(names, DIRECTIONS, transposed)]
+    cast_pair(*outs, there, state=states, rng=rng)
+    for out, state, name, direction, turned in zip(outs, states, names, DIRECTIONS, transposed):
+        (own,) = new_states([name], "cpu")
+        expected = cast(x, parse_format(name), direction, state=own, rng=new_rng("cpu", *x.shape), transposed=turned)
+        assert_same(out, expected, f"{what} {direction}")
+        if own is not None:
+            assert_bitwise_equal(state.history, own.history, f"{what} {direction}: history", any_nan=True)
+
+
+@on_devices
+@pytest.mark.parametrize("row", FORMATS)
+def test_every_pair(device, row):
+    turn = FORMATS.index(row)
+    for col in FORMATS:
+        for shape in SHAPES:
+            turn += 1
+            kind, dtype = ("normal", "special", "tiny")[turn % 3], ("bfloat16", "float16", "bfloat16", "float32")[turn % 4]
+            x = lay_out(cast_input(make_input(kind, shape), dtype), LAYOUTS[turn // 2 % 4])
+            transposed = (turn % 5 == 0, turn % 3 != 0)
+            check_pair(x, (row, col), device, f"{row} | {col} {shape} {kind} {dtype} {turn // 2 % 4} {transposed}", transposed)
+
+
+@on_devices
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_and_orientation(device, layout):
+    for dtype, names, transposed in itertools.product(
+        ("bfloat16", "float32"),
+        (("mxfp8_e4m3", "nvfp4"), ("nvfp4:rht,sr", "fp8_block_e4m3"), ("fp8_rowwise_e4m3", "nvfp4:row_scaled,rht")),
+        itertools.product((False, True), repeat=2),
+    ):
+        x = lay_out(cast_input(make_input("special", (150, 144)), dtype), layout)
+        check_pair(x, names, device, f"{names} {dtype} {layout} {transposed}", transposed)
+
+
+@on_devices
+@pytest.mark.parametrize("shape", [(0, 64), (64, 0), (0, 0), (1, 1), (1, 300), (300, 1)])
+def test_empty_and_thin(device, shape):
+    for names in (("fp8_current_e4m3", "fp8_rowwise_e5m2"), ("nvfp4", "mxfp8_e4m3"), ("fp8_delayed_e4m3", "nvfp4:row_scaled")):
+        check_pair(cast_input(make_input("normal", shape), "bfloat16"), names, device, f"{names} {shape}", (False, True))
+
+
+@on_devices
+def test_amaxes_that_share_a_pass_differ_in_nan(device):
+    """FP8's tensor amax becomes NaN, NVFP4's leaves the NaN out; the transformed one is another still."""
+    x = cast_input(make_input("normal", (200, 320)), "bfloat16")
+    x[77, 130], x[5, 3] = float("nan"), 1000.0
+    for names in (("fp8_current_e4m3", "nvfp4"), ("nvfp4", "fp8_current_e4m3"), ("fp8_current_e4m3", "nvfp4:rht"),
+                  ("nvfp4:rht", "nvfp4"), ("nvfp4:rht", "nvfp4:rht"), ("nvfp4:row_scaled", "nvfp4:row_scaled"),
+                  ("fp8_delayed_e4m3", "fp8_delayed_e4m3")):  # fmt: skip
+        check_pair(x, names, device, f"{names} NaN", (False, True))
+
+
+@on_devices
+def test_given_amaxes_and_noop(device):
+    x = cast_input(make_input("normal", (96, 160)), "bfloat16").to(device)
+    names = ("nvfp4", "fp8_delayed_e4m3")
+    amax = [torch.tensor(v, device=device) for v in (9.0, 11.0)]
+    flags = [torch.tensor(v, dtype=torch.int32, device=device) for v in (0, 1)]
+    results = []
+    for noop in flags:
+        outs, states = [empty(n, d, x, False) for n, d in zip(names, DIRECTIONS)], new_states(names, device)
+        cast_pair(*outs, x, amax=amax, state=states, noop=noop)
+        results.append((outs, states))
+        measured = [empty("fp8_current_e4m3", ROWWISE, x, False), empty("nvfp4", COLUMNWISE, x, True)]
+        before = [b.clone() for o in measured for b in o.buffers().values()]
+        cast_pair(*measured, x, noop=noop)
+        same = [torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+                for a, b in zip(before, (b for o in measured for b in o.buffers().values()))]  # fmt: skip
+        assert all(same) if noop else not any(same)
+    (done, states), (held, held_states) = results
+    assert done[0].outer_amax == 9.0 and states[1].history[0] == 11.0
+    assert held[0].outer_amax == -3.0 and held_states[1].history[0] == 0.125
+    assert (held[0].qdata == 0xA5).all() and (held[1].qdata == 0xA5).all()
+    frozen = [None, states[1].frozen()]
+    cast_pair(*[empty(n, d, x, False) for n, d in zip(names, DIRECTIONS)], x, state=frozen)
+    assert states[1].history[0] == 11.0
+
+
+@pytest.mark.gpu
+@no_gpu
+@pytest.mark.parametrize("row", [f for f in FORMATS if "sr" not in f])
+def test_derived_columns(row):
+    """`rowwise_dequantized` in one call: the bytes of decoding the row and casting that."""
+    for col, shape, dtype in itertools.product(
+        ("mxfp8_e4m3", "fp8_block_e4m3", "fp8_block_e4m3:2d", "fp8_delayed_e4m3"), SHAPES, ("bfloat16", "float32", "float16")
+    ):
+        x = cast_input(make_input("special" if shape == SHAPES[1] else "normal", shape), dtype)
+        states = new_states((row, col), "cuda")
+        outs = [empty(row, ROWWISE, x.cuda(), False), empty(col, COLUMNWISE, x.cuda(), True)]
+        cast_pair(*outs, x.cuda(), state=states, derived=True)
+        own = new_states((row, col), "cpu")
+        kept = cast(x, parse_format(row), ROWWISE, state=own[0])
+        expected = derive_columnwise(kept, parse_format(col), state=own[1], transposed=True)
+        assert_same(outs[0], kept, f"{row} -> {col} {shape} {dtype} row")
+        assert_same(outs[1], expected, f"{row} -> {col} {shape} {dtype} column")
+        if own[1] is not None:
+            assert_bitwise_equal(states[1].history, own[1].history, f"{row} -> {col} history", any_nan=True)
+
+
+@pytest.mark.gpu
+@no_gpu
+def test_same_bytes_every_time():
+    """Atomics, tile order and streams leave no trace."""
+    x = cast_input(make_input("outlier", (1000, 1040)), "bfloat16").cuda()
+    for names in (("nvfp4:sr", "nvfp4:rht,sr"), ("fp8_current_e4m3", "fp8_block_e4m3"), ("fp8_delayed_e4m3", "nvfp4:2d")):
+        runs = []
+        for _ in range(5):
+            outs = [empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)]
+            with torch.cuda.stream(torch.cuda.Stream()):
+                cast_pair(*outs, x, state=new_states(names, "cuda"), rng=new_rng("cuda", *x.shape))
+            torch.cuda.synchronize()
+            runs.append(outs)
+        for outs in runs[1:]:
+            for first, again in zip(runs[0], outs):
+                assert_same(again, first, f"{names} again")
+
+
+def test_a_wrong_direction_is_refused():
+    x, fmt = torch.zeros(32, 32), parse_format("mxfp8_e4m3")
+    row = empty("mxfp8_e4m3", ROWWISE, x, False)
+    side = kernels.Side(fmt, row.qdata, row.scale)
+    with pytest.raises(ValueError, match="neither direction"):
+        kernels.quantize_pair(x, None, None)
+    with pytest.raises(ValueError, match="derived: on CUDA only"):
+        kernels.quantize_pair(x, side, side, derived=True)
+    with pytest.raises(ValueError, match="measured: this format has no outer amax"):
+        kernels.quantize_pair(x, kernels.Side(fmt, row.qdata, row.scale, measured=torch.zeros(())), None)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@no_gpu
+@pytest.mark.parametrize("names", [("mxfp8_e4m3", "fp8_block_e4m3"), ("nvfp4:sr", "nvfp4:rht")])
+def test_more_than_two_to_the_31_elements(names):
+    """Pieces of a huge cast are the casts of the pieces."""
+    M, K = 2**15 + 128, 2**16 + 128
+    g = torch.Generator("cuda").manual_seed(0)
+    x = torch.empty(M, K, dtype=torch.bfloat16, device="cuda")
+    for piece in x.split(2048):
+        piece.copy_(torch.randn(piece.shape, device="cuda", generator=g))
+    amax = [torch.full(s, 6.5, device="cuda") if (s := parse_format(n).amax_shape(M, K, d)) is not None else None
+            for n, d in zip(names, DIRECTIONS)]  # fmt: skip
+    outs = [empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)]
+    cast_pair(*outs, x, amax=amax, rng=mh.Rng(1, 2, 3, 0, (0, 0, K), device="cuda"))
+    for m, k in ((0, 0), (M - 128, K - 128), (M - 128, 0), (2**14, 2**15)):
+        part = x[m : m + 128, k : k + 128].cpu()
+        for out, name, direction, a in zip(outs, names, DIRECTIONS, amax):
+            rng = mh.Rng(1, 2, 3, 0, (m, k, K))
+            expected = cast(part, parse_format(name), direction, amax=None if a is None else a.cpu(), rng=rng)
+            codes = out.qdata
+            per_byte = 8 // out.format.bits
+            if out.transposed:
+                codes = codes[k : k + 128, m // per_byte : (m + 128) // per_byte].cpu()
+                codes = QuantizedStorage(out.format, direction, (128, 128), x.dtype, True, codes).codes()
+            else:
+                codes = codes[m : m + 128, k // per_byte : (k + 128) // per_byte].cpu()
+                codes = QuantizedStorage(out.format, direction, (128, 128), x.dtype, False, codes).codes()
+            assert_bitwise_equal(codes, expected.codes(), f"{names} {direction} at {m}, {k}")
+
+
+def float_patterns(first: int, n: int) -> torch.Tensor:
+    return torch.arange(first, first + n, dtype=torch.int64, device="cuda").to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@no_gpu
+@pytest.mark.parametrize("name", ["fp8_delayed_e4m3", "fp8_delayed_e5m2"])
+def test_exhaustive_fp8(name):
+    """All 2^32 floats through the GPU's own conversion against the CPU's arithmetic."""
+    n, fmt = 2**26, parse_format(name)
+    for first in range(-(2**31), 2**31, n):
+        x = float_patterns(first, n).view(-1, 4096)
+        states = [DelayedState(torch.ones((), device=d), None) for d in ("cuda", "cpu")]
+        got = cast(x, fmt, ROWWISE, state=states[0])
+        expected = cast(x.cpu(), fmt, ROWWISE, state=states[1])
+        assert torch.equal(got.qdata.cpu(), expected.qdata), f"{name} from {first:#x}"
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@no_gpu
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4:sr"])
+def test_exhaustive_e2m1(name):
+    """All floats up to 6 and their negatives, in blocks whose first element is 6 under an amax of 2688: scales are 1."""
+    n, fmt, six = 15 * 2**22, parse_format(name), int(np.float32(6).view(np.int32))
+    for sign in (0, -(2**31)):
+        for first in range(0, six + 1, n):
+            x = torch.full((n // 15, 16), 6.0, device="cuda")
+            patterns = torch.arange(first, first + n, dtype=torch.int64, device="cuda").clamp(max=six) + sign
+            x[:, 1:] = patterns.to(torch.int32).view(torch.float32).view(-1, 15)
+            x = x.view(-1, 4096)
+            outs = []
+            for device in ("cuda", "cpu"):
+                rng = mh.Rng(5, 6, 7, 0, (0, 0, 4096), device=device)
+                outs.append(cast(x.to(device), fmt, ROWWISE, amax=torch.tensor(2688.0, device=device), rng=rng))
+            assert (outs[1].scale == 0x38).all()
+            assert torch.equal(outs[0].qdata.cpu(), outs[1].qdata), f"{name} from {first:#x}"
