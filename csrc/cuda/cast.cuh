@@ -312,6 +312,10 @@ void launch_kinds(const CastArgs& args, const Where& where) {
   launch(kernel, grid_for(args.items), bytes, where, "quantize", args);
 }
 
+// FP4 without options has kernels of its own for BF16 only; other tensors take those that have the options too.
+template <class T>
+constexpr bool kHasPlainFp4 = std::is_same_v<T, BFloat16>;
+
 template <class T, Kind row>
 void launch_row(const CastArgs& args, Kind col, const Where& where) {
   switch (col) {
@@ -319,7 +323,9 @@ void launch_row(const CastArgs& args, Kind col, const Where& where) {
       if constexpr (row != Kind::none) launch_kinds<T, row, Kind::none>(args, where);
       return;
     case Kind::fp8: return launch_kinds<T, row, Kind::fp8>(args, where);
-    case Kind::fp4: return launch_kinds<T, row, Kind::fp4>(args, where);
+    case Kind::fp4:
+      if constexpr (kHasPlainFp4<T>) return launch_kinds<T, row, Kind::fp4>(args, where);
+      [[fallthrough]];
     case Kind::fp4_mixed: return launch_kinds<T, row, Kind::fp4_mixed>(args, where);
   }
 }
@@ -329,7 +335,9 @@ void launch_cast(const CastArgs& args, Kind row, Kind col, const Where& where) {
   switch (row) {
     case Kind::none: return launch_row<T, Kind::none>(args, col, where);
     case Kind::fp8: return launch_row<T, Kind::fp8>(args, col, where);
-    case Kind::fp4: return launch_row<T, Kind::fp4>(args, col, where);
+    case Kind::fp4:
+      if constexpr (kHasPlainFp4<T>) return launch_row<T, Kind::fp4>(args, col, where);
+      [[fallthrough]];
     case Kind::fp4_mixed: return launch_row<T, Kind::fp4_mixed>(args, col, where);
   }
 }

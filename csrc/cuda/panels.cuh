@@ -36,7 +36,7 @@ __device__ void look(const CastArgs& a, const Item& item) {
   const int64_t k = static_cast<int64_t>(item.at) * kLookCols + lane * kLine;
   const int n = static_cast<int>(min(max(a.x.cols - k, int64_t{0}), int64_t{kLine}));
   const auto* base = static_cast<const typename T::Raw*>(a.x.data) + (n ? k * a.x.col_stride : 0);
-  const Target target{nullptr, true, a.row.spec.rht, a.row.spec.scale_rule != ScaleRule::e4m3_amax};
+  const Target target{nullptr, true, false, a.row.spec.scale_rule != ScaleRule::e4m3_amax};
   int32_t mine = 0;  // lane r keeps row r
 #pragma unroll 1
   for (int r = 0; r < kLookRows; r += kLooksAtOnce) {
@@ -49,7 +49,7 @@ __device__ void look(const CastArgs& a, const Item& item) {
     MH_UNROLL
     for (int u = 0; u < kLooksAtOnce; ++u) {
       Largest<T> most;
-      most.add_line(line[u], n, !target.turned, target.turned);
+      most.add_raw(line[u]);
       const int32_t bits = __reduce_max_sync(0xffffffffu, most.get(target));
       if (lane == r + u) mine = bits;
     }

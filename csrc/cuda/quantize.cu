@@ -105,9 +105,9 @@ void launch_pair(const PairArgs& p, bool looks, const Where& where) {
 
 bool has_work(const QuantizeArgs& a) { return a.x.rows * a.x.cols > 0 || is_preset(a.spec); }
 
-// Whether the row amaxes of a cast can be taken on the way.
+// Whether the row amaxes of a cast can be taken on the way: those of the values as they are, not transformed.
 bool can_look(const PairArgs& p) {
-  const bool wanted = p.has_row && p.row.spec.outer_rows && is_measured(p.row) && p.row.scratch;
+  const bool wanted = p.has_row && p.row.spec.outer_rows && !p.row.spec.rht && is_measured(p.row) && p.row.scratch;
   return wanted && p.row.x.rows * p.row.x.cols > 0 && !p.row.out.transposed && !sees_swapped(p, contiguous_strides(p.row.x));
 }
 

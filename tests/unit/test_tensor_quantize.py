@@ -11,6 +11,7 @@ from tensor_cases import (
 import megatron_hybrid as mh
 from megatron_hybrid import kernels
 from megatron_hybrid import storage as storage_module
+from megatron_hybrid.formats import DIRECTIONS
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
 
 
@@ -28,8 +29,9 @@ def test_p01_both_directions_at_once_are_the_bytes_of_each_alone(row):
 @pytest.mark.parametrize("fmt", VARIED)
 def test_p02_a_missing_direction_is_none_and_costs_nothing(fmt, held, monkeypatch):
     made = []
-    real = storage_module.cast
+    real, pair = storage_module.cast, storage_module.cast_pair
     monkeypatch.setattr("megatron_hybrid.quantizer.cast", lambda x, f, d, **k: made.append(d) or real(x, f, d, **k))
+    monkeypatch.setattr("megatron_hybrid.quantizer.cast_pair", lambda *a, **k: made.extend(DIRECTIONS) or pair(*a, **k))
     q = mh.HybridQuantizer(fmt, fmt)
     t = quantize(q, tensor(), rowwise=held[0], columnwise=held[1])
     assert (t.rowwise is not None, t.columnwise is not None) == held
