@@ -83,6 +83,14 @@ def check_recomputation_changes_nothing():
             assert torch.equal(regrads[name], grad), (changes, name)
 
 
+def check_evaluation_gives_the_loss_of_training():
+    parallel(tp=2)
+    model = build(None, HybridLayerSpec(Recipe.load(MIXED), fused=True), **FUSED, sequence_parallel=True)
+    trained = losses(model).detach()
+    with torch.no_grad():
+        assert torch.equal(losses(model.eval()), trained)
+
+
 def check_choice():
     """Decided at build: by the device unless told, and by what each configuration needs."""
     parallel(tp=2)
