@@ -48,7 +48,7 @@ class Controller:
             runtime.keys = self.keys
             runtime.weight_cache = WeightCache()
         self.recorder = None  # of statistics
-        self.before_steps = []  # called in `begin_step`, once the step's plans are there
+        self.on_new_weights = []  # called by `invalidate`, once the step's plans are there
         self.say = lambda line: None
         if recipe is not None:
             self.switch(recipe)
@@ -79,8 +79,6 @@ class Controller:
         for runtime in self.runtimes:
             runtime.make_keys()
         self.invalidate()
-        for prepare_step in self.before_steps:
-            prepare_step()
         if self.recorder is not None:
             self.recorder.begin_step(step, self.runtimes)
 
@@ -110,9 +108,12 @@ class Controller:
             update_states(fmt, same)
 
     def invalidate(self) -> None:
-        """Drop cached quantized weights: call it after writing to a weight inside a step."""
+        """Drop cached quantized weights: call it, on every rank, after writing to a weight inside a step or before an
+        evaluation that follows one. `begin_step` does."""
         for runtime in self.runtimes:
             runtime.invalidate()
+        for follow in self.on_new_weights:
+            follow()
 
     def switch(self, recipe) -> None:
         """Change the recipe from the next forward on. Every module is planned and checked before any is changed.

@@ -7,7 +7,16 @@ machines without a GPU.
 
 from __future__ import annotations
 
-from . import compile_helpers, expert_layouts, fused_adam, load_fp32, multi_tensor, save_errors, training_steps
+from . import (
+    compile_helpers,
+    expert_layouts,
+    fsdp2_resume,
+    fused_adam,
+    load_fp32,
+    multi_tensor,
+    save_errors,
+    training_steps,
+)
 from .framework import Change, Patch, PatchError, Status
 from .quiet import quiet_missing_te_warnings
 
@@ -26,7 +35,16 @@ __all__ = [
 # In the order of application.
 PATCHES: dict[str, Patch] = {
     module.PATCH.name: module.PATCH
-    for module in (compile_helpers, expert_layouts, fused_adam, load_fp32, multi_tensor, save_errors, training_steps)
+    for module in (
+        compile_helpers,
+        expert_layouts,
+        fsdp2_resume,
+        fused_adam,
+        load_fp32,
+        multi_tensor,
+        save_errors,
+        training_steps,
+    )
 }
 
 

@@ -38,7 +38,7 @@ def gather_quantized(model: torch.nn.Module, ctl, *, recompute: bool = False) ->
     """Gather the weights of the model's quantized linears as payloads, from the next forward on.
 
     model: after `fully_shard` of its layers and of itself, off the meta device. ctl: its `Controller`, whose
-    `begin_step` must come before a step's first forward, and before a forward that follows a load. recompute:
+    `begin_step` or `invalidate` must come before a forward that follows an optimizer's step or a load. recompute:
     activations are recomputed in backward, which then gathers the rowwise payload too.
 
     Weights that the plan reads in high precision, grouped ones, and those that are sharded in another way than along
@@ -64,7 +64,7 @@ def gather_quantized(model: torch.nn.Module, ctl, *, recompute: bool = False) ->
     if not weights and not skipped:
         raise ValueError("gather_quantized: no quantized linear of this model is sharded; call fully_shard before")
     gathers = QuantizedGathers(tuple(weights), skipped)
-    ctl.before_steps.append(gathers.refresh)
+    ctl.on_new_weights.append(gathers.refresh)
     return gathers
 
 
@@ -80,7 +80,7 @@ def _reason(path: str, module, group, p) -> str | None:
         )
     if not isinstance(module.hq, LinearRuntime):
         return "a grouped weight"
-    if p.is_dtensor:
+    if p.is_dtensor or module.hq.sharding is not None:
         return "also sharded by tensor parallelism"
     if p.fsdp_placement.dim != 0:
         return f"sharded along dimension {p.fsdp_placement.dim}"
@@ -211,8 +211,8 @@ class GatheredWeight:
         name, p = self._choose(), self._param
         if self._seen != p._sharded_local_tensor._version:
             raise RuntimeError(
-                f"{self.path}.weight was written since the last ctl.begin_step(), which prepares its gather; call it after "
-                "every optimizer step and load, before the next forward"
+                f"{self.path}.weight was written since the last ctl.begin_step() or ctl.invalidate(), which prepare its "
+                "gather; call one of them after an optimizer's step or a load, before the next forward"
             )
         one = self.passes[name]
         p.all_gather_outputs, p._unsharded_inner_tensors = one.received, one.buffers

@@ -6,11 +6,13 @@ Megatron-Core calls `attach`, and the four methods itself.
 
 from __future__ import annotations
 
+import functools
+
 from ..control import Controller
 from ..distributed.amax import WeightAmaxes
 from ..patches.training_steps import DRIVER
 from ..runtime import LinearRuntime
-from . import state
+from . import fsdp, state
 from .layers import HybridParallelLinear
 
 
@@ -23,7 +25,8 @@ class Driver:
 
     def __init__(self, controller: Controller, group=None, expert_groups=()):
         self.controller, self.group, self.expert_groups = controller, group, expert_groups
-        self.in_step = self.has_begun = False
+        self.in_step = self.has_begun = self.has_seen_weights = False
+        self.before_first = []  # called once, with the controller: the model is wrapped and loaded by then
 
     def begin_step(self, completed: int | None) -> None:
         """Before a training step; `completed`: how many iterations came before (None: as Megatron's arguments say)."""
@@ -35,8 +38,11 @@ class Driver:
     def _begin(self, step: int) -> None:
         from megatron.core.num_microbatches_calculator import get_num_microbatches
 
+        for first in self.before_first:
+            first(self.controller)
+        self.before_first = []
         self.controller.begin_step(step, get_num_microbatches())
-        self.has_begun = True
+        self.has_begun = self.has_seen_weights = True
         state.forget_missing(self.controller.runtimes)
 
     def forward(self, microbatch: int) -> None:
@@ -47,6 +53,9 @@ class Driver:
             from megatron.training import get_args
 
             self._begin(max(1, get_args().iteration))
+        elif not self.has_seen_weights:  # those of the last step, or others that were loaded over them
+            self.controller.invalidate()
+            self.has_seen_weights = True
 
     def backward(self, microbatch: int) -> None:
         """Before the backward of a microbatch."""
@@ -55,7 +64,7 @@ class Driver:
 
     def end_step(self, completed: bool = True) -> None:
         """After the optimizer's step; not completed: it did not come to that, and the step will be repeated."""
-        self.in_step = False
+        self.in_step = self.has_seen_weights = False
         self.controller.microbatch(0)
         if completed:
             self.controller.end_step(self.group, self.expert_groups)
@@ -122,6 +131,8 @@ def attach_in_run(chunks: list) -> list:
             state.note_missing(driver.controller.runtimes, args)
             driver.controller.say = _say_on_rank_0
             _record_statistics(driver.controller, args)
+            if args.use_torch_fsdp2:
+                driver.before_first += [functools.partial(fsdp.gather_payloads, chunk, args) for chunk in chunks]
             if getattr(args, "hq_check_nan", False):
                 driver.controller.check_nan(args.rank if args.world_size > 1 else None)
     return chunks

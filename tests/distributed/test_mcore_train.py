@@ -15,6 +15,14 @@ rules:
     use: high_precision
 """
 
+PAYLOADS = """version: 1
+name: payloads
+defaults: {fprop: mxfp8_e4m3, dgrad: nvfp4, wgrad: nvfp4}
+param_gather: both
+"""
+FSDP2 = ["--use-torch-fsdp2", "--ckpt-format", "torch_dist"]
+WITHOUT_DISTRIBUTED_OPTIMIZER = [flag for flag in MODEL if flag != "--use-distributed-optimizer"]
+
 
 def ours(name: str, *flags: str, ranks: int | None = None, parallel=TP2, model=MODEL) -> Case:
     argv = [SCRIPT, *model, *MOCK, *parallel, "--hq-metrics-file", f"{{folder}}/{name}.metrics", *flags]
@@ -58,6 +66,11 @@ CASES = [
     stock("plain", "--save", "{folder}/plain_ckpt", "--save-interval", "2", patches=True),
     ours("from_plain", "--hq-recipe", "bf16", "--load", "{folder}/plain_ckpt", "--ckpt-step", "2",
          parallel=TP2[:2]),
+    ours("fsdp2", "--hq-recipe", "{folder}/high.yaml", parallel=FSDP2, model=WITHOUT_DISTRIBUTED_OPTIMIZER),
+    ours("fsdp2_payloads", "--hq-recipe", "{folder}/payloads.yaml", "--save", "{folder}/fsdp2_ckpt", "--save-interval", "2",
+         parallel=FSDP2, model=WITHOUT_DISTRIBUTED_OPTIMIZER),
+    ours("fsdp2_resumed", "--hq-recipe", "{folder}/payloads.yaml", "--load", "{folder}/fsdp2_ckpt", "--ckpt-step", "2",
+         parallel=FSDP2, model=WITHOUT_DISTRIBUTED_OPTIMIZER),
     ours("explain", "--hq-recipe", "{folder}/mine.yaml", "--hq-explain"),
 ]  # fmt: skip
 
@@ -66,6 +79,8 @@ CASES = [
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     (folder / "mine.yaml").write_text(FIRST_HIGH)
+    (folder / "payloads.yaml").write_text(PAYLOADS)
+    (folder / "high.yaml").write_text(PAYLOADS.replace("both", "high_precision"))
     write_dataset(folder / "data", [500] * 20)
     return folder, run_cases(CASES, folder)
 
@@ -98,6 +113,16 @@ def test_resume_is_bit_exact(runs):
     for iteration, entry in resumed.items():
         for key in entry.keys() - {"ms"}:
             assert entry[key] == whole[iteration][key], (iteration, key)
+
+
+def test_fsdp2_gathers_payloads_and_resumes(runs):
+    """Under --use-torch-fsdp2: payload gathers train as high-precision ones do, and resume, bit for bit."""
+    high, payloads, resumed = (numbers(runs, name) for name in ("fsdp2", "fsdp2_payloads", "fsdp2_resumed"))
+    drop = lambda entry: {k: v for k, v in entry.items() if k != "ms"}  # noqa: E731
+    assert {i: drop(e) for i, e in payloads.items()} == {i: drop(e) for i, e in high.items()}
+    assert sorted(resumed) == [3, 4] and all(drop(e) == drop(payloads[i]) for i, e in resumed.items())
+    assert "bytes a rank sends" in runs[1]["fsdp2_payloads"].output[0]
+    assert "bytes a rank sends" not in runs[1]["fsdp2"].output[0]
 
 
 def test_tensor_parallel_agrees_with_one_rank(runs):
