@@ -103,10 +103,15 @@ def test_the_driver_ignores_evaluation_and_follows_steps():
 
     heard = Driver()
     driver = Real(heard)
-    driver.has_begun = True
+    driver.has_begun = driver.has_seen_weights = True
     driver.forward(3)
     driver.backward(3)
     assert heard.heard == []
+    driver.has_seen_weights = False  # as after a step: evaluation looks at the weights anew, once
+    driver.forward(3)
+    driver.forward(4)
+    assert heard.heard == [("invalidate",)]
+    heard.heard.clear()
     driver.in_step = True
     driver.forward(1)
     driver.backward(0)
