@@ -18,10 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
 from .gather import start_grad_output, start_input, start_input_column
+from .lean import LeanLinear, runs_lean
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
 from .quantizer import as_matrix
+from .saved import placeholder_gradient, save_for_backward
 from .scaling import Rng
-from .storage import QuantizedStorage
 from .tensor import HybridTensor, payload
 
 
@@ -52,7 +53,6 @@ class Communication:
 
 
 LOCAL = Communication()
-NO_BUFFERS = dict.fromkeys(QuantizedStorage.BUFFERS)
 
 
 class WeightCache:
@@ -317,37 +317,6 @@ def _forward_operand(call, operand, x, keep: bool):
     return row, {None: None, ROWWISE: row, COLUMNWISE: col, ORIGINAL: x}[kept]
 
 
-def save_for_backward(ctx, *kept):
-    """Hand payloads to autograd as plain tensors; returns the function that rebuilds them in backward."""
-    tensors, frames = [], []
-    for item in kept:
-        buffers = item.buffers() if isinstance(item, QuantizedStorage) else {} if item is None else {"": item}
-        frame = item.with_buffers(NO_BUFFERS) if isinstance(item, QuantizedStorage) else None
-        frames.append((frame, tuple(buffers)))
-        tensors.extend(buffers.values())
-    ctx.save_for_backward(*tensors)
-
-    def unpack(saved):
-        saved = iter(saved)
-        out = []
-        for frame, names in frames:
-            buffers = {n: next(saved) for n in names}
-            out.append(frame.with_buffers(buffers) if frame is not None else buffers.get(""))
-        return out
-
-    return unpack
-
-
-def placeholder_gradient(weight) -> torch.Tensor:
-    """What backward returns once the gradient is in `weight.main_grad`.
-
-    Megatron's DDP hooks need a gradient to exist, and add nothing once `grad_added_to_main_grad` is set.
-    """
-    weight.grad_added_to_main_grad = True
-    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(weight.shape, dtype=weight.dtype, device=weight.device)
-
-
 def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
     """`x (..., K) @ weight (N, K).T + bias (N,)` as `call.plan` says; differentiable in all three.
 
@@ -357,6 +326,8 @@ def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
     `torch.compile(fullgraph=True)` traces it, forward and backward, with eager's bits; casts, roundings and the sum
     into `main_grad` stay opaque operators. Compiled code neither uses the weight cache nor counts in `plan.calls`.
     """
+    if not torch.compiler.is_compiling() and runs_lean(x, weight, call):
+        return LeanLinear.apply(x, weight, bias, call)
     if not torch.is_grad_enabled():
         return forward(x, weight, bias, call, keep_input=False, keep_weight=False)[0]
     return HybridLinearFunction.apply(x, weight, bias, call)

@@ -5,6 +5,7 @@ Saving for backward, gathering, offload, tests and `explain` read the plan; noth
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 from . import gemm as gemms
 from .formats import COLUMNWISE, ROWWISE, nearest
 from .gemm import DIMENSIONS, OPERANDS, DeviceKind, GemmBackend, GemmPair
+from .lean import LeanCasts
 from .quantizer import HybridQuantizer, as_matrix
 from .sharding import PAYLOAD as TRAVELS
 from .sharding import ROW_PAYLOAD, Sharding, column_gather, covers_other_ranks, cuts_blocks, row_gather
@@ -91,6 +93,11 @@ class GemmPlan:
     reduced: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     calls: Counter = field(default_factory=Counter, compare=False)
     gathers: Counter = field(default_factory=Counter, compare=False)
+
+    @functools.cached_property
+    def lean(self) -> LeanCasts | None:
+        """How `LeanLinear` casts this plan's operands; None for a plan that needs all of linear.py."""
+        return LeanCasts.of(self) if type(self) is GemmPlan else None  # a subclass wants to see every call
 
     @property
     def gathered(self) -> str | None:

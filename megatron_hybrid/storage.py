@@ -53,6 +53,16 @@ class QuantizedStorage:
             outer = torch.empty(fmt.amax_shape(M, K, direction), dtype=torch.float32, device=device)
         return QuantizedStorage(fmt, direction, (M, K), dtype, transposed, qdata, scale, outer)
 
+    @classmethod
+    def of(cls, format, direction, shape, dtype, transposed, qdata, scale=None, outer_amax=None) -> QuantizedStorage:
+        """What the constructor makes, several times as fast: casts make one or two a call. Not for traced code."""
+        made = object.__new__(cls)
+        made.__dict__.update(
+            format=format, direction=direction, shape=shape, dtype=dtype, transposed=transposed, qdata=qdata,
+            scale=scale, outer_amax=outer_amax,
+        )  # fmt: skip
+        return made
+
     @property
     def device(self) -> torch.device:
         return self.qdata.device

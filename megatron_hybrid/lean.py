@@ -1,0 +1,173 @@
+"""The linear of linear.py for its commonest case, in as few host operations as there are.
+
+One rank, plain tensors, columns cast from the original tensor, no random keys, nobody watching: then everything but the
+tensors is known once the plan is built. Equations, payloads and what is kept for backward are those of linear.py, bit
+for bit; only the way there is shorter. `LeanCasts.of` says which plans these are, `runs_lean` which calls.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from . import kernels
+from .formats import COLUMNWISE, ROWWISE, Format
+from .quantizer import HybridQuantizer, as_matrix
+from .saved import placeholder_gradient, save_for_backward
+from .storage import QuantizedStorage
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class SideCast:
+    """One direction of an operand: how its payload is allocated, and what the kernels are told about it."""
+
+    def __init__(self, fmt: Format, direction: str, transposed: bool, device_type: str):
+        self._made_of = fmt, direction, transposed, device_type
+        self.format, self.direction, self.quantized = fmt, direction, fmt.is_quantized
+        self.transposed = transposed and fmt.is_quantized
+        self.index = 0 if direction == ROWWISE else 1
+        self.measures, self.keeps_amax = fmt.outer_axis != "none", fmt.scale == "e4m3_amax"
+        self.scale_dtype = torch.float32 if fmt.scale == "fp32" else torch.uint8
+        self.scratch = device_type == "cuda" and direction == ROWWISE and fmt.outer_axis == "row"
+        self.spec = kernels.spec(fmt, direction, torch.device(device_type)) if fmt.is_quantized else None
+
+    def __reduce__(self):
+        return SideCast, self._made_of
+
+    def empty(self, x: torch.Tensor, states):
+        """(payload of `x` (M, K) to be written, arguments for `kernels.cast_directions`, what lives until then)."""
+        (M, K), device, fmt = x.shape, x.device, self.format
+        rows, last = (K, M) if self.transposed else (M, K)
+        qdata = torch.empty((rows, last if fmt.bits == 8 else (last + 1) // 2), dtype=torch.uint8, device=device)
+        scale = torch.empty(fmt.scale_shape(M, K, self.direction), dtype=self.scale_dtype, device=device)
+        amax = measured = scratch = None
+        if fmt.is_stateful:
+            amax, measured = states[self.index].scale, states[self.index].history
+        elif self.measures:
+            amax = measured = torch.empty(fmt.amax_shape(M, K, self.direction), dtype=torch.float32, device=device)
+            scratch = kernels.row_scratch(M, device) if self.scratch else None
+        outer = amax if self.keeps_amax else None
+        payload = QuantizedStorage.of(fmt, self.direction, (M, K), x.dtype, self.transposed, qdata, scale, outer)
+        arguments = (
+            self.spec, qdata.data_ptr(), self.transposed, scale.data_ptr(), 0 if amax is None else amax.data_ptr(),
+            fmt.is_stateful, 0 if measured is None else measured.data_ptr(), 0 if scratch is None else scratch.data_ptr(),
+        )  # fmt: skip
+        return payload, arguments, (amax, scratch)
+
+    def wrap(self, x: torch.Tensor) -> QuantizedStorage:
+        """`x` (M, K) in high precision: itself."""
+        return QuantizedStorage.of(self.format, self.direction, tuple(x.shape), x.dtype, False, x)
+
+
+class OperandCast:
+    """`HybridQuantizer.cast` of one operand of a plan."""
+
+    def __init__(self, quantizer: HybridQuantizer, transposed: bool, device_type: str):
+        self.row = SideCast(quantizer.rowwise, ROWWISE, False, device_type)
+        self.col = SideCast(quantizer.columnwise, COLUMNWISE, transposed, device_type)
+
+    def __call__(self, x: torch.Tensor, rowwise: bool, columnwise: bool, states):
+        """(rowwise, columnwise) payloads of `x` (M, K), None where not asked for."""
+        row = col = rows = cols = alive_row = alive_col = None
+        if rowwise:
+            row, rows, alive_row = self.row.empty(x, states) if self.row.quantized else (self.row.wrap(x), None, None)
+        if columnwise:
+            col, cols, alive_col = self.col.empty(x, states) if self.col.quantized else (self.col.wrap(x), None, None)
+        if rows is not None or cols is not None:
+            kernels.cast_directions(x, rows, cols)
+        del alive_row, alive_col  # not before
+        return row, col
+
+
+class LeanCasts:
+    """The casts of a plan, and what its forward keeps as columnwise payloads."""
+
+    def __init__(self, plan):
+        self.input, self.weight, self.grad_output = (
+            OperandCast(plan.quantizers[op], plan.transposed(op), plan.device.type) for op in plan.quantizers
+        )
+        self.keeps_input, self.keeps_weight = (plan.saved[op] == COLUMNWISE for op in ("input", "weight"))
+        self.stateful = any(f.is_stateful for q in plan.quantizers.values() for f in q.formats())
+        self.counts = {gemm: (gemm, step.backend.name) for gemm, step in plan.steps().items()}
+
+    @classmethod
+    def of(cls, plan) -> LeanCasts | None:
+        """None for a plan that needs more than this."""
+        quantizers = plan.quantizers.values()
+        known = ("input", "weight", "grad_output") == tuple(plan.quantizers)
+        if not known or plan.sharding is not None or plan.uses_rng or any(q.derives_columnwise for q in quantizers):
+            return None
+        return cls(plan) if all(q.rowwise and q.columnwise for q in quantizers) else None
+
+
+def runs_lean(x, weight, call) -> bool:
+    """Whether `LeanLinear` can run a call."""
+    lean = call.plan.lean
+    return (
+        lean is not None and type(x) in _PLAIN and type(weight) in _PLAIN and x.dtype in kernels.SOURCE_CODES
+        and weight.dtype in kernels.SOURCE_CODES and x.dim() > 0 and torch.is_grad_enabled() and x.device == weight.device
+        and (call.state is not None or not lean.stateful)
+    )  # fmt: skip
+
+
+class LeanLinear(torch.autograd.Function):
+    """y = x @ w.T + b, dx = dy @ w, dw = dy.T @ x; see linear.py."""
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, call):
+        plan, lean, needs, states = call.plan, call.plan.lean, ctx.needs_input_grad, call.state or {}
+        x2d = x if x.dim() == 2 else as_matrix(x)
+        x_row, x_col = lean.input(x2d, True, needs[1] and lean.keeps_input, states.get("input"))
+        w_row, w_col = _weight(lean, weight, needs[0] and lean.keeps_weight, call, states.get("weight"))
+        y = plan.fprop.multiply(x_row, w_row, x.dtype)
+        plan.calls[lean.counts["fprop"]] += 1
+        if bias is not None:
+            y = torch.add(y, bias).to(y.dtype)
+        ctx.call, ctx.weight, ctx.dtype, ctx.shape = call, weight, x.dtype, x.shape
+        x_kept = None if not needs[1] else x_col if lean.keeps_input else x2d
+        w_kept = None if not needs[0] else w_col if lean.keeps_weight else weight
+        ctx.unpack = save_for_backward(ctx, x_kept, w_kept)
+        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx, dy):
+        # with create_graph, once_differentiable refuses a second derivative; it costs host time that is saved else
+        return _backward_once(ctx, dy) if torch.is_grad_enabled() else _backward(ctx, dy)
+
+
+def _weight(lean: LeanCasts, weight, columnwise: bool, call, states):
+    if call.weight_cache is None:
+        return lean.weight(weight, True, columnwise, states)
+
+    def cast(weight, *, rowwise, columnwise):
+        return lean.weight(weight, rowwise, columnwise, states)
+
+    record = states is not None and any(s is not None and s.history is not None for s in states)
+    return call.weight_cache.get(weight, cast, (True, columnwise), record=record)
+
+
+def _backward(ctx, dy):
+    call, weight, needs = ctx.call, ctx.weight, ctx.needs_input_grad
+    plan, lean, states = call.plan, call.plan.lean, call.state or {}
+    x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
+    dx = dw = db = None
+    dy2d = dy if dy.dim() == 2 else as_matrix(dy)
+    dy_row, dy_col = lean.grad_output(dy2d, needs[0], needs[1], states.get("grad_output"))
+    if needs[0]:
+        w_col = w_kept if lean.keeps_weight else lean.weight(w_kept, False, True, states.get("weight"))[1]
+        dx = plan.dgrad.multiply(dy_row, w_col, ctx.dtype)
+        plan.calls[lean.counts["dgrad"]] += 1
+        dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
+    if needs[1]:
+        x_col = x_kept if lean.keeps_input else lean.input(x_kept, False, True, states.get("input"))[1]
+        main_grad = getattr(weight, "main_grad", None)
+        dw = plan.wgrad.multiply(dy_col, x_col, weight.dtype, main_grad)
+        plan.calls[lean.counts["wgrad"]] += 1
+        dw = dw if main_grad is None else placeholder_gradient(weight)
+    if needs[2]:
+        db = dy2d.sum(dim=0)
+    return dx, dw, db, None
+
+
+_backward_once = once_differentiable(_backward)
