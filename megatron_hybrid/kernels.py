@@ -16,7 +16,7 @@ import torch
 from .formats import COLUMNWISE, DIRECTIONS, ELEMENTS, ROWWISE, Format
 
 _MODULES = {"cpu": "megatron_hybrid._C", "cuda": "megatron_hybrid._C_cuda"}
-_SRC_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SOURCE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _SCALE_RULES = {"none": 0, "fp32": 1, "e8m0": 2, "e4m3_amax": 3}
 
@@ -79,7 +79,7 @@ def _matrix(x: torch.Tensor) -> tuple:
     """Pointer, dtype code, M, K and both strides (in elements) of a 2-D high-precision tensor."""
     if x.dim() != 2:
         raise ValueError(f"kernels take a 2-D tensor, found shape {tuple(x.shape)}")
-    code = _SRC_DTYPES.get(x.dtype)
+    code = SOURCE_CODES.get(x.dtype)
     if code is None:
         raise ValueError(f"cannot quantize dtype {x.dtype}; supported: float32, bfloat16, float16")
     return x.data_ptr(), code, x.shape[0], x.shape[1], x.stride(0), x.stride(1)
@@ -146,8 +146,7 @@ class Side:
         """Working memory with which a CUDA cast takes row amaxes while it casts, in place of a pass before."""
         if self.measured is None or self.format.outer_axis != "row" or not self.measured.is_cuda:
             return None
-        panels = -(-rows // extension("cuda").PANEL_ROWS)
-        return torch.empty(panels, dtype=torch.int32, device=self.measured.device)
+        return row_scratch(rows, self.measured.device)
 
     def arguments(self, direction: str, device: torch.device, scratch: torch.Tensor | None) -> tuple:
         return (
@@ -179,6 +178,19 @@ def quantize_pair(x, row: Side | None, col: Side | None, *, derived=False, rng=N
     cols = None if col is None else col.arguments(COLUMNWISE, x.device, None)
     extension(x.device.type).quantize_pair(
         rows, cols, *_matrix(x), derived, _ptr(rng), _ptr(row_ids), _ptr(noop), *_where(x)
+    )
+
+
+def row_scratch(rows: int, device) -> torch.Tensor:
+    """Working memory with which a CUDA cast takes row amaxes while it casts, in place of a pass before."""
+    return torch.empty(-(-rows // extension("cuda").PANEL_ROWS), dtype=torch.int32, device=device)
+
+
+def cast_directions(x: torch.Tensor, row: tuple | None, col: tuple | None) -> None:
+    """`quantize_pair` of a plain tensor, without noise, its sides described before as `Side.arguments` describes them."""
+    M, K = x.shape
+    extension(x.device.type).quantize_pair(
+        row, col, x.data_ptr(), SOURCE_CODES[x.dtype], M, K, *x.stride(), False, 0, 0, 0, *_where(x)
     )
 
 

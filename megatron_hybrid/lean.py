@@ -125,7 +125,7 @@ class LeanLinear(torch.autograd.Function):
         if bias is not None:
             y = torch.add(y, bias).to(y.dtype)
         ctx.call, ctx.weight, ctx.dtype, ctx.shape = call, weight, x.dtype, x.shape
-        x_kept = None if not needs[1] else x_col if lean.keeps_input else x2d
+        x_kept = None if not needs[1] else x_col if lean.keeps_input else x
         w_kept = None if not needs[0] else w_col if lean.keeps_weight else weight
         ctx.unpack = save_for_backward(ctx, x_kept, w_kept)
         return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
@@ -160,7 +160,7 @@ def _backward(ctx, dy):
         plan.calls[lean.counts["dgrad"]] += 1
         dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
     if needs[1]:
-        x_col = x_kept if lean.keeps_input else lean.input(x_kept, False, True, states.get("input"))[1]
+        x_col = x_kept if lean.keeps_input else lean.input(as_matrix(x_kept), False, True, states.get("input"))[1]
         main_grad = getattr(weight, "main_grad", None)
         dw = plan.wgrad.multiply(dy_col, x_col, weight.dtype, main_grad)
         plan.calls[lean.counts["wgrad"]] += 1

@@ -1,0 +1,122 @@
+"""The short way of the commonest linear gives the bits, the kept bytes and the counts of the long one (properties 12, 18, 25, 30)."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from linear_cases import STATELESS, randn, recipe
+
+import megatron_hybrid as mh
+from megatron_hybrid import lean, linear
+
+MIXED = dict(fprop="mxfp8_e4m3", dgrad="fp8_current_e5m2", wgrad={"grad_output": "high_precision", "input": "nvfp4"})
+
+
+def layers(rcp, bias=True, dtype=torch.bfloat16, count=2):
+    torch.manual_seed(0)
+    first = mh.HybridLinear(48, 32, bias, recipe=rcp, name="fc", dtype=dtype)
+    return [first, *(copy.deepcopy(first) for _ in range(count - 1))]
+
+
+def results(layer, shape=(5, 4), main_grad=False, frozen=(), seed=0):
+    """(y, gradients, saved tensors) of one step."""
+    x = randn(*shape, 48, seed=seed, dtype=layer.weight.dtype).requires_grad_("x" not in frozen)
+    layer.weight.requires_grad_("weight" not in frozen)
+    if main_grad:
+        layer.weight.main_grad = torch.ones(32, 48)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        y = layer(x)
+    y.backward(randn(*y.shape, seed=seed + 1, dtype=y.dtype))
+    grads = [x.grad, layer.weight.main_grad if main_grad else layer.weight.grad, layer.bias.grad]
+    return [y.detach(), *(g for g in grads if g is not None)], saved
+
+
+def assert_same(monkeypatch, short, long, **case):
+    taken = []
+    apply = lean.LeanLinear.apply
+    monkeypatch.setattr(lean.LeanLinear, "apply", lambda *a: (taken.append(1), apply(*a))[1])
+    got, kept = results(short, **case)
+    assert taken
+    monkeypatch.setattr(linear, "runs_lean", lambda *a: False)
+    wanted, kept_long = results(long, **case)
+    assert len(taken) == 1
+    monkeypatch.undo()
+    assert len(got) == len(wanted) and all(torch.equal(a, b) for a, b in zip(got, wanted))
+    assert len(kept) == len(kept_long)
+    for a, b in zip(kept, kept_long):
+        assert a.shape == b.shape and torch.equal(a, b)
+    assert short.plan.calls == long.plan.calls
+
+
+@pytest.mark.parametrize("fmt", STATELESS)
+def test_every_format(fmt, monkeypatch):
+    assert_same(monkeypatch, *layers(recipe(fmt, fmt, fmt)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(shape=(7,)), dict(shape=()), dict(shape=(0,)), dict(shape=(2, 3, 2)), dict(main_grad=True), dict(frozen=["x"]),
+        dict(frozen=["weight"]),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_shapes_and_gradients(case, dtype, monkeypatch):
+    assert_same(monkeypatch, *layers(recipe(**MIXED), dtype=dtype), **case)
+
+
+def test_delayed_scales_and_cached_weights_over_steps(monkeypatch):
+    fmt = "fp8_delayed_e4m3:history=3"
+    short, long = layers(recipe(fmt, fmt, fmt))
+    ctls = [mh.prepare(layer) for layer in (short, long)]
+    for step in range(1, 5):
+        for ctl in ctls:
+            ctl.begin_step(step, num_microbatches=2)
+        for microbatch in range(2):
+            for ctl in ctls:
+                ctl.microbatch(microbatch)
+            assert_same(monkeypatch, short, long, seed=10 * step + microbatch)
+        for ctl in ctls:
+            ctl.end_step()
+    buffers = [dict(layer.hq.named_buffers()) for layer in (short, long)]
+    assert len(buffers[0]) == 12 and all(torch.equal(t, buffers[1][name]) for name, t in buffers[0].items())
+
+
+def test_a_second_derivative_is_refused():
+    layer, x = layers(recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), count=1)[0], randn(4, 48).requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).float().pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.float().sum().backward()
+
+
+@pytest.mark.parametrize(
+    "rcp",
+    [
+        recipe(fprop="nvfp4:sr"),
+        recipe("mxfp8_e4m3", "mxfp8_e4m3", "nvfp4", columnwise_source={"input": "rowwise_dequantized"}),
+    ],
+)
+def test_plans_that_need_more_take_the_long_way(rcp):
+    assert mh.HybridLinear(32, 32, recipe=rcp).plan.lean is None
+
+
+def test_tensors_of_other_kinds_take_the_long_way():
+    layer = layers(recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), count=1)[0]
+    call = layer.hq.call(layer.weight.device, linear.LOCAL, training=True)
+    assert lean.runs_lean(randn(2, 48), layer.weight, call)
+    assert not lean.runs_lean(layer.cast_input(randn(2, 48)), layer.weight, call)
+    assert not lean.runs_lean(randn(2, 48).double(), layer.weight, call)
+    with torch.no_grad():
+        assert not lean.runs_lean(randn(2, 48), layer.weight, call)
+
+
+def test_plans_with_their_casts_can_be_copied_and_pickled():
+    plan = layers(recipe(**MIXED), count=1)[0].plan
+    x = randn(4, 48)
+    wanted = plan.lean.input(x, True, True, None)
+    for again in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        for a, b in zip(again.lean.input(x, True, True, None), wanted):
+            assert all(torch.equal(t, b.buffers()[name]) for name, t in a.buffers().items())
