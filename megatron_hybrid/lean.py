@@ -89,7 +89,6 @@ class LeanCasts:
         )
         self.keeps_input, self.keeps_weight = (plan.saved[op] == COLUMNWISE for op in ("input", "weight"))
         self.stateful = any(f.is_stateful for q in plan.quantizers.values() for f in q.formats())
-        self.counts = {gemm: (gemm, step.backend.name) for gemm, step in plan.steps().items()}
 
     @classmethod
     def of(cls, plan) -> LeanCasts | None:
@@ -120,8 +119,7 @@ class LeanLinear(torch.autograd.Function):
         x2d = x if x.dim() == 2 else as_matrix(x)
         x_row, x_col = lean.input(x2d, True, needs[1] and lean.keeps_input, states.get("input"))
         w_row, w_col = _weight(lean, weight, needs[0] and lean.keeps_weight, call, states.get("weight"))
-        y = plan.fprop.multiply(x_row, w_row, x.dtype)
-        plan.calls[lean.counts["fprop"]] += 1
+        y = plan.run("fprop", x_row, w_row, x.dtype)
         if bias is not None:
             y = torch.add(y, bias).to(y.dtype)
         ctx.call, ctx.weight, ctx.dtype, ctx.shape = call, weight, x.dtype, x.shape
@@ -156,14 +154,12 @@ def _backward(ctx, dy):
     dy_row, dy_col = lean.grad_output(dy2d, needs[0], needs[1], states.get("grad_output"))
     if needs[0]:
         w_col = w_kept if lean.keeps_weight else lean.weight(w_kept, False, True, states.get("weight"))[1]
-        dx = plan.dgrad.multiply(dy_row, w_col, ctx.dtype)
-        plan.calls[lean.counts["dgrad"]] += 1
+        dx = plan.run("dgrad", dy_row, w_col, ctx.dtype)
         dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
     if needs[1]:
         x_col = x_kept if lean.keeps_input else lean.input(as_matrix(x_kept), False, True, states.get("input"))[1]
         main_grad = getattr(weight, "main_grad", None)
-        dw = plan.wgrad.multiply(dy_col, x_col, weight.dtype, main_grad)
-        plan.calls[lean.counts["wgrad"]] += 1
+        dw = plan.run("wgrad", dy_col, x_col, weight.dtype, main_grad)
         dw = dw if main_grad is None else placeholder_gradient(weight)
     if needs[2]:
         db = dy2d.sum(dim=0)

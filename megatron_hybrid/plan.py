@@ -37,16 +37,19 @@ class GemmStep:
 
     multiply    the backend's function of (A, B, out_dtype, accumulate_into), made once for the pair
     directions  of A and of B
+    counted_as  (gemm, backend name): its key in `GemmPlan.calls`
     """
 
     pair: GemmPair
     backend: GemmBackend
     multiply: Callable = field(init=False, compare=False, repr=False)
     directions: tuple[str, str] = field(init=False, compare=False, repr=False)
+    counted_as: tuple[str, str] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "multiply", self.backend.prepare(self.pair))
         object.__setattr__(self, "directions", tuple(direction for _, direction in OPERANDS[self.pair.gemm]))
+        object.__setattr__(self, "counted_as", (self.pair.gemm, self.backend.name))
 
     @property
     def native(self) -> bool:
@@ -175,7 +178,7 @@ class GemmPlan:
         if a is None or b is None or (a.direction, b.direction) != step.directions:
             self._raise_missing(gemm, a, b)
         if not torch.compiler.is_compiling():
-            self.calls[gemm, step.backend.name] += 1
+            self.calls[step.counted_as] += 1
         return step.multiply(a, b, out_dtype, accumulate_into)
 
     def _raise_missing(self, gemm: str, *payloads):

@@ -39,20 +39,25 @@ def nbytes(tensors) -> int:
 @contextlib.contextmanager
 def counted_casts():
     """(shape, direction) of every cast to a quantized format inside the block, in order."""
-    import megatron_hybrid.storage as storage
+    from megatron_hybrid import kernels
+    from megatron_hybrid.formats import DIRECTIONS
 
-    seen, original = [], storage.cast_into
+    seen, originals = [], {name: getattr(kernels, name) for name in ("quantize_pair", "cast_directions")}
 
-    def spy(out, x, **kwargs):
-        if out.format.is_quantized:
-            seen.append((tuple(x.shape), out.direction))
-        return original(out, x, **kwargs)
+    def spy(name):
+        def call(x, row, col, **kwargs):
+            seen.extend((tuple(x.shape), d) for d, side in zip(DIRECTIONS, (row, col)) if side is not None)
+            return originals[name](x, row, col, **kwargs)
 
-    storage.cast_into = spy
+        return call
+
+    for name in originals:
+        setattr(kernels, name, spy(name))
     try:
         yield seen
     finally:
-        storage.cast_into = original
+        for name, original in originals.items():
+            setattr(kernels, name, original)
 
 
 def gradients(module, x, dy, *args):
