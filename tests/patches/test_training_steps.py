@@ -118,4 +118,4 @@ def test_the_driver_ignores_evaluation_and_follows_steps():
     driver.end_step(False)
     assert heard.heard == [("microbatch", 1), ("microbatch", 0), ("microbatch", 0)] and not driver.in_step
     driver.end_step(True)
-    assert heard.heard[-1] == ("end_step", None)
+    assert heard.heard[-1] == ("end_step", None, ())
