@@ -53,13 +53,13 @@ SETTLE = 3  # steps before a result is looked at: delayed scales have moved on
 
 @dataclass
 class Subject:
-    """One model and how a step of it runs. held: bytes allocated before it was built."""
+    """One model and how a step of it runs. own: bytes it holds between steps."""
 
     name: str
     model: torch.nn.Module
     controller: object = None
     context: object = None
-    held: int = 0
+    own: int = 0
     steps: int = 0
 
     def parameters(self) -> dict[str, torch.nn.Parameter]:
@@ -88,7 +88,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--plain", nargs="*", default=[], metavar="RECIPE", help="time these on plain torch layers too")
     for name, size in {**GOAL_SHAPE, "repeat": 10}.items():
         parser.add_argument(f"--{name}", type=int, default=size)
-    parser.add_argument("--main-grad", action="store_true", help="weight gradients add into FP32 main_grad (P10b)")
+    parser.add_argument("--main-grad", nargs="*", default=[], metavar="RECIPE",
+                        help="time these with gradients added into FP32 main_grad too (P10b)")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison with FP32 out")
     parser.add_argument("--profile", action="store_true", help="kernels of one step by kind, and the longest ones")
     parser.add_argument("--json", help="write rows, card, versions and commit here")
@@ -97,7 +98,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def is_goal_shape(args) -> bool:
-    return ON_GPU and not args.main_grad and all(getattr(args, k) == v for k, v in GOAL_SHAPE.items())
+    return ON_GPU and all(getattr(args, k) == v for k, v in GOAL_SHAPE.items())
 
 
 def start_one_rank() -> None:
@@ -128,15 +129,16 @@ def build(args, spec, **changes) -> torch.nn.Module:
     return GPTModelBuilder(model_config).build_distributed_models(groups, wrap_with_ddp=False)[0]
 
 
-def ours(args, recipe: str, *, fused: bool | None = None, name: str | None = None, **changes) -> Subject:
-    held = allocated()
+def ours(args, recipe, *, fused: bool | None = None, name=None, main_grad=False, **changes) -> Subject:
+    before = allocated()
     if fused is False:
         changes = {"bias_activation_fusion": False, **changes}
     model = build(args, HybridLayerSpec(Recipe.load(recipe), fused=fused), **changes)
     attached = driver.attach([model.module if hasattr(model, "module") else model], seed=1)
-    subject = Subject(name or recipe, model, attached and attached.controller, held=held)
-    if args.main_grad:
+    subject = Subject(name or recipe, model, attached and attached.controller)
+    if main_grad:
         add_main_grads(model)
+    subject.own = allocated() - before
     return subject
 
 
@@ -150,15 +152,16 @@ def peers(args) -> list[Subject]:
         else:
             for recipe in filter(TE_RECIPES.__contains__, args.recipe):
                 fp8 = {"fp8": "hybrid", "fp8_recipe": TE_RECIPES[recipe]} if TE_RECIPES[recipe] else {}
-                held, spec = allocated(), gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-                found.append(Subject(f"TE {recipe}", build(args, spec, apply_rope_fusion=True, **fp8), held=held))
+                before, spec = allocated(), gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+                model = build(args, spec, apply_rope_fusion=True, **fp8)
+                found.append(Subject(f"TE {recipe}", model, own=allocated() - before))
     if "local" in args.peers:
-        held, spec = allocated(), gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
+        before, spec = allocated(), gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
         model = build(args, spec, bias_activation_fusion=False)
         for module in model.modules():  # its attention needs a mask, which the others do without
             if hasattr(module, "attn_mask_type") and hasattr(module, "scale_mask_softmax"):
                 module.register_forward_pre_hook(_add_mask, with_kwargs=True)
-        found.append(Subject("Megatron local bf16", model, held=held))
+        found.append(Subject("Megatron local bf16", model, own=allocated() - before))
     return found
 
 
@@ -198,14 +201,14 @@ def batches(args) -> list:
 
 
 def results(subject: Subject, batch) -> dict[str, torch.Tensor]:
-    """Losses and some gradients after a few steps on the same batch, FP32 on the CPU."""
+    """Losses and some gradients, FP32, after a few steps on the same batch."""
     for _ in range(SETTLE):
         losses = subject.step(batch)
     wanted = ("embedding.word_embeddings.weight", "layers.0.self_attention.linear_qkv.weight",
               "layers.0.mlp.linear_fc1.weight", "final_layernorm.weight")  # fmt: skip
-    gradients = {n: p.grad.float().cpu() for n, p in subject.parameters().items() if n.endswith(wanted)}
+    gradients = {n: p.grad.float() for n, p in subject.parameters().items() if n.endswith(wanted)}
     assert len(gradients) == len(wanted), list(gradients)
-    return {"loss": losses.float().cpu(), **gradients}
+    return {"loss": losses.float(), **gradients}
 
 
 def error(got: dict, exact: dict) -> dict[str, float]:
@@ -217,7 +220,7 @@ def error(got: dict, exact: dict) -> dict[str, float]:
 def check(args) -> list[dict]:
     """Fused and plain layers of each recipe against the model in FP32, whose products are FP32 too."""
     torch.backends.cuda.matmul.allow_tf32 = False
-    args = argparse.Namespace(**{**vars(args), "main_grad": False, "seq": min(args.seq, CHECKED)})
+    args = argparse.Namespace(**{**vars(args), "seq": min(args.seq, CHECKED)})
     batch = batches(args)[0]
     wide = ours(args, "bf16", fused=False, dtype=torch.float32)
     copy_weights(ours(args, "bf16", fused=False), wide)
@@ -242,14 +245,16 @@ def copy_weights(source: Subject, target: Subject) -> None:
 
 
 def peak_gib(subject: Subject, batch) -> float:
+    """The most that a step allocates, the subject's weights included and everybody else's left out."""
     if not ON_GPU:
         return 0.0
     subject.step(batch)
-    torch.cuda.synchronize()
+    clear(subject)
+    others = allocated() - subject.own
     torch.cuda.reset_peak_memory_stats()
     subject.step(batch)
     torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - subject.held) / 2**30
+    return (torch.cuda.max_memory_allocated() - others) / 2**30
 
 
 def interleaved_ms(subjects: list[Subject], data, rounds: int) -> dict[str, list[float]]:
@@ -276,6 +281,7 @@ def interleaved_ms(subjects: list[Subject], data, rounds: int) -> dict[str, list
 
 
 def clear(subject: Subject) -> None:
+    """Let the gradients go."""
     for p in subject.model.parameters():
         p.grad = None
 
@@ -284,17 +290,14 @@ def measure(args, data) -> list[dict]:
     subjects, rows = [], {}
     for recipe in args.recipe:
         subjects.append(ours(args, recipe))
-        rows[recipe] = {"what": recipe, "GiB": peak_gib(subjects[-1], data[0])}
-        clear(subjects[-1])
         if recipe in args.plain:
-            name = f"{recipe} plain torch"
-            subjects.append(ours(args, recipe, fused=False, name=name))
-            rows[name] = {"what": name, "GiB": peak_gib(subjects[-1], data[0])}
-            clear(subjects[-1])
-    for peer in peers(args):
-        subjects.append(peer)
-        rows[peer.name] = {"what": peer.name, "GiB": peak_gib(peer, data[0])}
-        clear(peer)
+            subjects.append(ours(args, recipe, fused=False, name=f"{recipe} plain torch"))
+        if recipe in args.main_grad:
+            subjects.append(ours(args, recipe, main_grad=True, name=f"{recipe} main_grad"))
+    subjects += peers(args)
+    for subject in subjects:
+        rows[subject.name] = {"what": subject.name, "GiB": peak_gib(subject, data[0])}
+        clear(subject)
     interleaved_ms(subjects, data, 2)
     for name, times in interleaved_ms(subjects, data, args.repeat).items():
         rows[name] |= {"ms": median(times), "least": min(times), "most": max(times)}
@@ -339,7 +342,7 @@ def main() -> int:
     checks = [] if args.no_check else check(args)
     rows = measure(args, data)
     show(rows, checks)
-    sizes = {k: getattr(args, k) for k in (*GOAL_SHAPE, "main_grad")}
+    sizes = {k: getattr(args, k) for k in GOAL_SHAPE}
     write_result(args.json, rows, checks=checks, sizes=sizes, commit=args.commit)
     torch.distributed.destroy_process_group()
     return int(not all(c["ok"] for c in checks))

@@ -23,8 +23,8 @@ def bench(tmp_path, *more) -> dict:
 
 
 def test_on_the_cpu(tmp_path):
-    found = bench(tmp_path, "--seq", 64, "--recipe", "fp8_delayed", "--peers", "local", "--main-grad")
-    assert [row["what"] for row in found["results"]] == ["fp8_delayed", "Megatron local bf16"]
+    found = bench(tmp_path, "--seq", 64, "--recipe", "fp8_delayed", "--peers", "local", "--main-grad", "fp8_delayed")
+    assert [row["what"] for row in found["results"]] == ["fp8_delayed", "fp8_delayed main_grad", "Megatron local bf16"]
     assert all(row["ms"] > 0 and row["goal"] is None for row in found["results"])
     assert found["sizes"]["layers"] == 2 and found["checks"][0]["ok"]
 
