@@ -1,6 +1,6 @@
 """Checkpoints between layouts and recipes, saves that are cut short, and what a rank's failure does to the others.
 
-All runs are forks of one launch of two CPU ranks.
+All runs are forks of one launch of two CPU ranks, but for two of four.
 """
 
 from __future__ import annotations
@@ -82,6 +82,14 @@ def runs(tmp_path_factory):
     return folder, run_cases(CASES, folder, timeout=900)
 
 
+@pytest.fixture(scope="module")
+def four(runs, tmp_path_factory):
+    """Two runs of four ranks, from the checkpoint of two data-parallel ones."""
+    folder = tmp_path_factory.mktemp("four")
+    common = ["--hq-recipe", f"{runs[0]}/both.yaml", *TP2, "--load", f"{runs[0]}/dp2", "--ckpt-step", "2", RESHARDABLE]
+    return folder, run_cases([run("dp2_to_tp2_dp2", *common), run("dp2_to_tp2_pp2", *common, *PP2)], folder, ranks=4)
+
+
 def numbers(runs, name: str) -> dict[int, dict]:
     return metrics(runs[0] / f"{name}.metrics")
 
@@ -118,6 +126,16 @@ def test_c65_p61_another_layout_goes_on_as_this_one_would(runs, name, rel):
         assert entry["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=20 * rel), iteration
     output = runs[1][name].output[0]
     assert "start fresh" not in output
+
+
+@pytest.mark.parametrize("name", ["dp2_to_tp2_dp2", "dp2_to_tp2_pp2"])
+def test_c65_four_ranks_go_on_as_two_would(runs, four, name):
+    assert four[1][name].exit == [0] * 4, four[1][name].output[0][-3000:]
+    expected, found = numbers(runs, "dp2"), numbers(four, name)
+    assert sorted(found) == [3, 4]
+    for iteration, entry in found.items():
+        assert entry["loss"] == pytest.approx(expected[iteration]["loss"], rel=2e-4), iteration
+        assert entry["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=4e-3), iteration
 
 
 def test_weights_that_arrive_layer_by_layer_reduce_their_amaxes_one_by_one(runs):
