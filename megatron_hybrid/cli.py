@@ -10,9 +10,12 @@ from collections.abc import Sequence
 COMMANDS = {
     "doctor": "check the installation: kernels, devices, gemm backends, Megatron, its patches, Apex",
     "explain": "what every gemm of a model would run, and the bytes it keeps and gathers; nothing is trained",
+    "export": "write a checkpoint as a Hugging Face folder",
+    "import": "write a Hugging Face folder as a checkpoint to train from",
     "report": "an HTML page about runs: losses, signal-to-noise ratios, outliers, time, recipes",
     "recipes": "list the shipped recipes, a line each",
 }
+_MODULES = {"import": "import_"}  # a word of the language cannot be a module's name
 EXIT_MISTAKE = 2
 
 
@@ -21,7 +24,7 @@ def parser() -> argparse.ArgumentParser:
     main_parser = argparse.ArgumentParser(prog="megatron-hybrid", description="Tools of megatron_hybrid.")
     commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
-        module = importlib.import_module(f".commands.{name}", __package__)
+        module = importlib.import_module(f".commands.{_MODULES.get(name, name)}", __package__)
         sub = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=_Formatter)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)

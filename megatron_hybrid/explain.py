@@ -60,7 +60,17 @@ def explain(model, shapes: Mapping[str, LinearShape] | None = None) -> Table:
     plans = plans_of(model) if hasattr(model, "named_modules") else list(model)
     shapes = shapes or {}
     rows = [row for name, plan in plans for row in _plan_rows(name, plan, shapes)]
-    header = ("module", "gemm", "operand A", "operand B", "accumulate", "backend", "runs", "pads to", "kept for backward")
+    header = (
+        "module",
+        "gemm",
+        "operand A",
+        "operand B",
+        "accumulate",
+        "backend",
+        "runs",
+        "pads to",
+        "kept for backward",
+    )
     sums = _byte_totals(plans, shapes) if shapes else ()
     return Table(header + (("saved", "gathered") if shapes else ()), tuple(rows), (_totals(plans), *sums))
 

@@ -170,7 +170,9 @@ class ModelShape:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ShapeError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
         if not isinstance(flags, dict):
-            raise ShapeError(f"{path}: expected a mapping from Megatron's flags to values, found {type(flags).__name__}")
+            raise ShapeError(
+                f"{path}: expected a mapping from Megatron's flags to values, found {type(flags).__name__}"
+            )
         return cls.of({str(name).lstrip("-").replace("-", "_"): value for name, value in flags.items()}, str(path))
 
     @property

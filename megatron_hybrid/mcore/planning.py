@@ -64,12 +64,12 @@ def sharding(role: ModuleRole, shape: ModelShape | None) -> Sharding | None:
     if leaf not in COLUMN_PARALLEL:
         return row_sharding(ranks, size.in_features * ranks, sequence_parallel=shape.sequence_parallel)
     pieces = 2 if leaf == "linear_fc1" and shape.swiglu else 1
-    return column_sharding(
-        ranks, size.out_features * ranks, sequence_parallel=shape.sequence_parallel, pieces=pieces
-    )
+    return column_sharding(ranks, size.out_features * ranks, sequence_parallel=shape.sequence_parallel, pieces=pieces)
 
 
-def plan_model(recipe: Recipe, config, device, *, step: int = 1, shape: ModelShape | None = None) -> dict[str, GemmPlan]:
+def plan_model(
+    recipe: Recipe, config, device, *, step: int = 1, shape: ModelShape | None = None
+) -> dict[str, GemmPlan]:
     """Plans of all linears of the whole model at a step, by `modules_alike`'s name. Raises `PlanError` for what
     cannot run here. shape: sizes and ranks, without which plans are those of one rank."""
     return {

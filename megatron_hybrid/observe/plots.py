@@ -40,8 +40,15 @@ def plot_losses(
         for name, value in (levels or {}).items():
             axes.axhline(value, color="0.35", linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
             axes.annotate(
-                f"{name} {value:.2f}", (1.0, value), xycoords=("axes fraction", "data"), xytext=(-4, 3),
-                textcoords="offset points", ha="right", va="bottom", color="0.25", fontsize=9,
+                f"{name} {value:.2f}",
+                (1.0, value),
+                xycoords=("axes fraction", "data"),
+                xytext=(-4, 3),
+                textcoords="offset points",
+                ha="right",
+                va="bottom",
+                color="0.25",
+                fontsize=9,
             )
         axes.set_xlabel("iteration")
         axes.set_ylabel("loss (nats/token)")
@@ -115,7 +122,9 @@ def snr_grid(cells: Iterable[Cell]) -> tuple[list[str], list[str], np.ndarray]:
     cells = sorted((cell for cell in cells if cell.snr_db is not None), key=_place)
     places = {cell: (_row_name(cell), "-" if cell.layer is None else str(cell.layer)) for cell in cells}
     rows = list(dict.fromkeys(row for row, _ in places.values()))
-    columns = sorted({column for _, column in places.values()}, key=lambda c: (not c.isdigit(), int(c) if c.isdigit() else 0))
+    columns = sorted(
+        {column for _, column in places.values()}, key=lambda c: (not c.isdigit(), int(c) if c.isdigit() else 0)
+    )
     grid = np.full((len(rows), len(columns)), np.nan)
     for cell, (row, column) in places.items():
         at = rows.index(row), columns.index(column)

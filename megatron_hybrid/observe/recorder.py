@@ -213,4 +213,3 @@ def _to_host(measured: list[Measured]) -> tuple[list, list]:
     device = measured[0].numbers.device
     numbers = torch.stack([m.numbers.to(device) for m in measured]).tolist()
     return numbers, torch.stack([m.exponents.to(device) for m in measured]).tolist()
-

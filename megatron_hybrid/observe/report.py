@@ -73,7 +73,16 @@ def _number(value: float | None, digits: str) -> str:
 
 
 def _overview(runs: list[Run]) -> str:
-    header = "run", "recipe", "device", "iterations", "training loss", "validation loss", "against the first", "ms/iteration"
+    header = (
+        "run",
+        "recipe",
+        "device",
+        "iterations",
+        "training loss",
+        "validation loss",
+        "against the first",
+        "ms/iteration",
+    )
     base = runs[0].log.final_valid_loss()
     rows = []
     for run in runs:
@@ -88,7 +97,8 @@ def _overview(runs: list[Run]) -> str:
         )  # fmt: skip
     bad = [(run, point) for run in runs if (point := run.log.first_bad()) is not None]
     notes = "".join(
-        f'<p class="bad">{html.escape(run.name)}: NaN or infinite at iteration {point.iteration}</p>' for run, point in bad
+        f'<p class="bad">{html.escape(run.name)}: NaN or infinite at iteration {point.iteration}</p>'
+        for run, point in bad
     )
     return _table(header, rows, numbers=5) + notes
 
@@ -114,7 +124,9 @@ def _snr(runs: list[Run], folder: Path) -> str:
         "How much of each tensor is left after its cast: 10 log10(|x|^2 / |x - q|^2), the last iteration that was "
         "recorded. E4M3 with block scales reaches about 31 dB, E2M1 about 20."
     )
-    return _note(what) + "".join(made) if made else _note("No run has left statistics: --hq-stats-interval N writes them.")
+    return (
+        _note(what) + "".join(made) if made else _note("No run has left statistics: --hq-stats-interval N writes them.")
+    )
 
 
 def _outliers(runs: list[Run]) -> str:
@@ -146,7 +158,9 @@ def _times(runs: list[Run], folder: Path) -> str:
         return _note("No run has left times.")
     plot_times(times, folder / "time.png")
     untimed = [run.name for run in runs if run.name in times and not run.timers]
-    hint = f"Not split: {', '.join(untimed)}; --timing-log-level 2 and the output in log.txt split it." if untimed else ""
+    hint = (
+        f"Not split: {', '.join(untimed)}; --timing-log-level 2 and the output in log.txt split it." if untimed else ""
+    )
     return _picture(folder / "time.png", "time of an iteration by run") + (_note(hint) if hint else "")
 
 

@@ -78,7 +78,9 @@ def _compare(reference: torch.Tensor, decoded: torch.Tensor, s: QuantizedStorage
 
 def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Sum of products in FP32, a pass over memory; of parts that BLAS's 32-bit sizes hold."""
-    return sum(torch.dot(x, y).double() for x, y in zip(a.reshape(-1).split(_PART), b.reshape(-1).split(_PART), strict=True))
+    return sum(
+        torch.dot(x, y).double() for x, y in zip(a.reshape(-1).split(_PART), b.reshape(-1).split(_PART), strict=True)
+    )
 
 
 def _scalar(value, device) -> torch.Tensor:
@@ -109,7 +111,9 @@ def exponents(scale: torch.Tensor) -> torch.Tensor:
     _, power = torch.frexp(scale.reshape(-1))  # scale = mantissa * 2^power, mantissa in [0.5, 1)
     floor = torch.where(torch.isfinite(scale.reshape(-1)), power.long() - 1, HIGHEST_EXPONENT)
     bins = torch.zeros(_BINS, dtype=torch.int64, device=scale.device)
-    return bins.scatter_add_(0, floor.clamp(LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT, torch.ones_like(floor))
+    return bins.scatter_add_(
+        0, floor.clamp(LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT, torch.ones_like(floor)
+    )
 
 
 @functools.lru_cache(maxsize=None)

@@ -23,7 +23,14 @@ TIMERS = """INFO:megatron.core.timers:(min, max) time across ranks (ms):
 
 def entry(layer, leaf="mlp.linear_fc1", operand="weight", gemm="dgrad", step=10, **changes):
     module = f"decoder.layers.{layer - 1}.{leaf}"
-    numbers = {"snr_db": 20.0 + 0.1 * layer, "cosine": 0.99, "amax": 1.0, "underflow": 0.0, "saturation": 0.0, "nonfinite": 0.0}
+    numbers = {
+        "snr_db": 20.0 + 0.1 * layer,
+        "cosine": 0.99,
+        "amax": 1.0,
+        "underflow": 0.0,
+        "saturation": 0.0,
+        "nonfinite": 0.0,
+    }
     return {"step": step, "module": module, "layer": layer, "operand": operand, "gemm": gemm, "format": "nvfp4", **numbers,
             **changes}  # fmt: skip
 
@@ -35,7 +42,9 @@ def cell(*args, **kwargs):
 
 def write_run(folder, recipe, losses, cells=(), log=""):
     folder.mkdir()
-    lines = [{"iteration": i, "loss": loss, "grad_norm": 1.0, "lr": 1e-3, "ms": 100.0} for i, loss in enumerate(losses, 1)]
+    lines = [
+        {"iteration": i, "loss": loss, "grad_norm": 1.0, "lr": 1e-3, "ms": 100.0} for i, loss in enumerate(losses, 1)
+    ]
     lines.append({"iteration": len(losses), "valid_loss": losses[-1] + 0.1})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "hq_stats.rank0.jsonl").write_text("".join(json.dumps(record) + "\n" for record in cells))
@@ -51,7 +60,11 @@ def write_run(folder, recipe, losses, cells=(), log=""):
 def two_runs(tmp_path):
     cells = [entry(i, leaf, operand, gemm) for i in range(1, 7) for leaf in ("mlp.linear_fc1", "self_attention.linear_qkv")
              for gemm, operand in (("fprop", "input"), ("dgrad", "weight"))]  # fmt: skip
-    cells += [entry(3, step=20, snr_db=11.0), entry(4, step=20, saturation=0.02), entry(5, step=20, nonfinite=0.5, snr_db=None)]
+    cells += [
+        entry(3, step=20, snr_db=11.0),
+        entry(4, step=20, saturation=0.02),
+        entry(5, step=20, nonfinite=0.5, snr_db=None),
+    ]
     a = write_run(tmp_path / "a", "mxfp8", [4.0, 3.0, 2.5, 2.0], cells, TIMERS.format(optimizer=10.5) * 3)
     b = write_run(tmp_path / "b<b>", "nvfp4", [4.1, 3.2, 2.6, 2.1])
     return a, b
@@ -68,7 +81,9 @@ def test_the_page_says_what_the_runs_say(two_runs, tmp_path, capsys):
     assert {path.name for path in page.parent.glob("*.png")} == {"losses.png", "snr_0.png", "time.png"}
     assert "<td>first</td><td>mxfp8 (" in text and "b&lt;b&gt;" in text and "b<b>" not in text
     assert "<td class=n>2.1000</td><td class=n>2.2000</td><td class=n>+4.76%</td><td class=n>100.0</td>" in text
-    order = [text.index(word) for word in ("50.00% of the tensor is NaN", "2.00% saturates", "dB below the median of 6")]
+    order = [
+        text.index(word) for word in ("50.00% of the tensor is NaN", "2.00% saturates", "dB below the median of 6")
+    ]
     assert order == sorted(order)
     assert '<span class="del">-name: mxfp8</span>' in text and '<span class="add">+name: nvfp4</span>' in text
     assert "Not split: b&lt;b&gt;" in text
@@ -76,7 +91,9 @@ def test_the_page_says_what_the_runs_say(two_runs, tmp_path, capsys):
 
 def test_runs_that_left_little_make_a_page_that_says_how_to_leave_more(tmp_path, capsys):
     log = tmp_path / "train.log"
-    log.write_text(" [x] iteration        1/       6 | elapsed time per iteration (ms): 222.1 | lm loss: 4.86E+00 | grad norm: 1.1 |\n")
+    log.write_text(
+        " [x] iteration        1/       6 | elapsed time per iteration (ms): 222.1 | lm loss: 4.86E+00 | grad norm: 1.1 |\n"
+    )
     assert main(["report", str(log), "--out", str(tmp_path / "out")]) == 0
     text = (tmp_path / "out" / "index.html").read_text()
     assert "--hq-stats-interval N" in text and "4.8600" in text and "not recorded" in text
@@ -114,7 +131,12 @@ def test_outliers_are_those_unlike_their_kind():
 
 
 def test_the_grid_has_a_row_for_a_linear_and_operand_and_a_column_for_a_layer():
-    cells = [cell(10), cell(2), cell(2, "self_attention.linear_qkv", "input", "fprop"), cell(2, "mlp.linear_fc1", snr_db=9.0)]
+    cells = [
+        cell(10),
+        cell(2),
+        cell(2, "self_attention.linear_qkv", "input", "fprop"),
+        cell(2, "mlp.linear_fc1", snr_db=9.0),
+    ]
     rows, columns, grid = snr_grid(cells)
     assert rows == ["linear_qkv  fprop input  nvfp4", "linear_fc1  dgrad weight  nvfp4"] and columns == ["2", "10"]
     assert grid[1].tolist() == [9.0, 21.0] and str(grid[0, 1]) == "nan"

@@ -157,7 +157,9 @@ def test_recorded_steps_have_every_cast_once_and_change_no_bit(tmp_path):
 
 def test_nothing_runs_in_steps_that_are_not_recorded(tmp_path, monkeypatch):
     calls = []
-    monkeypatch.setattr("megatron_hybrid.observe.recorder.measure", lambda *a: calls.append(a) or statistics.measure(*a))
+    monkeypatch.setattr(
+        "megatron_hybrid.observe.recorder.measure", lambda *a: calls.append(a) or statistics.measure(*a)
+    )
     train(tmp_path / "a.jsonl", every=100, steps=3)
     assert not calls and not (tmp_path / "a.jsonl").exists()
 

@@ -15,7 +15,9 @@ LAYERS = 4
 
 def model(recipe):
     torch.manual_seed(0)
-    layers = [mh.HybridLinear(64, 64, recipe=recipe, name=f"fc{i}", layer=i, num_layers=LAYERS) for i in range(1, LAYERS + 1)]
+    layers = [
+        mh.HybridLinear(64, 64, recipe=recipe, name=f"fc{i}", layer=i, num_layers=LAYERS) for i in range(1, LAYERS + 1)
+    ]
     return torch.nn.Sequential(*layers).to(torch.bfloat16)
 
 
@@ -90,7 +92,9 @@ def test_c67_switching_there_and_back_keeps_histories():
 def test_changes_of_plans_are_said(caplog):
     caplog.set_level(logging.INFO, logger="megatron_hybrid")
     rules = [{"match": {"steps": "2:", "layers": "1:3"}, "use": {"fprop": "high_precision"}}]
-    net, ctl, optimizer = started(mh.Recipe.from_dict({"version": 1, "name": "a", "defaults": "mxfp8_e4m3", "rules": rules}))
+    net, ctl, optimizer = started(
+        mh.Recipe.from_dict({"version": 1, "name": "a", "defaults": "mxfp8_e4m3", "rules": rules})
+    )
     assert not caplog.messages
     steps(net, ctl, optimizer, 1, 3)
     ctl.switch("bf16")
@@ -105,7 +109,9 @@ def test_a_refused_switch_leaves_run_and_log_as_they_were(caplog):
     net, ctl, optimizer = started("mxfp8")
     twin, twin_ctl, twin_optimizer = started("mxfp8")
     steps(net, ctl, optimizer, 1, 1), steps(twin, twin_ctl, twin_optimizer, 1, 1)
-    bad = mh.Recipe.from_dict({"version": 1, "name": "b", "defaults": "nvfp4", "rules": [{"match": {"name": "no.*"}, "use": "nvfp4"}]})
+    bad = mh.Recipe.from_dict(
+        {"version": 1, "name": "b", "defaults": "nvfp4", "rules": [{"match": {"name": "no.*"}, "use": "nvfp4"}]}
+    )
     with pytest.raises(mh.RecipeError):
         ctl.switch(bad)
     assert steps(net, ctl, optimizer, 2, 2) == steps(twin, twin_ctl, twin_optimizer, 2, 2) and not caplog.messages

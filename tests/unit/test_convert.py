@@ -1,0 +1,228 @@
+"""Hugging Face folders in and out, without Megatron: files, names, layouts, refusals (case 66)."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_hybrid.checkpoint_file import Checkpoint, CheckpointError
+from megatron_hybrid.cli import main
+from megatron_hybrid.convert import safetensors_file
+from megatron_hybrid.convert.hf import export, import_hf, join_qkv, split_qkv
+from megatron_hybrid.convert.model_spec import ConversionError, ModelSpec
+from megatron_hybrid.convert.safetensors_file import Reader, SafetensorsError, save, save_sharded
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from hf_reference import PlainModel  # noqa: E402
+
+LLAMA = ModelSpec(num_layers=2, hidden=32, heads=4, groups=2, head_size=8, ffn=48, vocab=50, max_positions=64, norm_eps=1e-5,
+                  rope_base=10000.0, dtype=torch.bfloat16, moe_layers=(False, False))  # fmt: skip
+SPECS = {
+    "llama": LLAMA,
+    "llama_tied": replace(LLAMA, tied=True, groups=4, head_size=16),
+    "qwen3": replace(LLAMA, qk_norm=True, rope_base=1e6),
+    "qwen3_moe": replace(LLAMA, qk_norm=True, experts=3, expert_ffn=16, topk=2, moe_layers=(True, True)),
+    "qwen3_moe_mixed": replace(
+        LLAMA, qk_norm=True, experts=3, expert_ffn=16, topk=2, moe_layers=(False, True), renormalize=False
+    ),  # fmt: skip
+}
+
+
+def hf_shapes(s: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """What a folder of this model holds, written from the Hugging Face side."""
+    shapes = {"model.embed_tokens.weight": (s.vocab, s.hidden), "model.norm.weight": (s.hidden,)}
+    if not s.tied:
+        shapes["lm_head.weight"] = (s.vocab, s.hidden)
+
+    def mlp(at, ffn):
+        return {f"{at}gate_proj.weight": (ffn, s.hidden), f"{at}up_proj.weight": (ffn, s.hidden),
+                f"{at}down_proj.weight": (s.hidden, ffn)}  # fmt: skip
+
+    for i in range(s.num_layers):
+        at = f"model.layers.{i}."
+        q, kv = s.heads * s.head_size, s.groups * s.head_size
+        shapes |= {f"{at}input_layernorm.weight": (s.hidden,), f"{at}post_attention_layernorm.weight": (s.hidden,),
+                   f"{at}self_attn.q_proj.weight": (q, s.hidden), f"{at}self_attn.k_proj.weight": (kv, s.hidden),
+                   f"{at}self_attn.v_proj.weight": (kv, s.hidden), f"{at}self_attn.o_proj.weight": (s.hidden, q)}  # fmt: skip
+        if s.qk_norm:
+            shapes |= {f"{at}self_attn.{x}_norm.weight": (s.head_size,) for x in "qk"}
+        if not s.moe_layers[i]:
+            shapes |= mlp(f"{at}mlp.", s.ffn)
+            continue
+        shapes[f"{at}mlp.gate.weight"] = (s.experts, s.hidden)
+        for e in range(s.experts):
+            shapes |= mlp(f"{at}mlp.experts.{e}.", s.expert_ffn)
+    return shapes
+
+
+def make_folder(folder: Path, spec: ModelSpec, seed: int = 0) -> Path:
+    folder.mkdir()
+    g = torch.Generator().manual_seed(seed)
+    save(
+        folder / "model.safetensors",
+        {n: (0.1 * torch.randn(s, generator=g)).bfloat16() for n, s in hf_shapes(spec).items()},
+    )
+    (folder / "config.json").write_text(json.dumps(spec.hf_config()))
+    return folder
+
+
+def same_folders(a: Path, b: Path) -> None:
+    ra, rb = Reader(a), Reader(b)
+    assert sorted(ra) == sorted(rb)
+    assert all(torch.equal(ra.get(name), rb.get(name)) for name in ra)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_c66_in_and_out_again_is_the_same_folder(name, tmp_path, capsys):
+    spec = SPECS[name]
+    folder = make_folder(tmp_path / "hf", spec)
+    assert main(["import", str(folder), str(tmp_path / "ckpt"), "--vocab-multiple", "16"]) == 0
+    assert "--finetune" in capsys.readouterr().out
+    checkpoint = Checkpoint(tmp_path / "ckpt")
+    assert ModelSpec.from_args(checkpoint.args, "here") == replace(spec, vocab=64)
+    assert checkpoint.tensors()["embedding.word_embeddings.weight"] == (64, 32)
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "back"), "--vocab-size", "50"]) == 0
+    same_folders(folder, tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text()) == spec.hf_config()
+    assert ModelSpec.from_hf(spec.hf_config(), "here") == spec
+    tokens = torch.arange(12).reshape(2, 6)
+    assert PlainModel(tmp_path / "back", torch.float32)(tokens).shape == (2, 6, 50)
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_transformers_reads_it(name, tmp_path):
+    """In a process of its own, as transformers brings much along; FP32 both, so only the order of sums differs."""
+    pytest.importorskip("transformers")
+    folder = make_folder(tmp_path / "hf", SPECS[name])
+    program = (
+        "import sys, torch, transformers; m = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32);"
+        "torch.save(m(torch.arange(24).reshape(2, 12) % 50).logits.detach(), sys.argv[2])"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    subprocess.run(
+        [sys.executable, "-c", program, folder, tmp_path / "logits.pt"], check=True, env=environment, timeout=120
+    )
+    found = torch.load(tmp_path / "logits.pt")
+    expected = PlainModel(folder, torch.float32)(torch.arange(24).reshape(2, 12) % 50)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_query_key_value_are_runs_of_a_group():
+    """Two groups of two heads: Megatron's rows are q0 q1 k0 v0 q2 q3 k1 v1."""
+    s = replace(LLAMA, head_size=1, hidden=1)
+    q, k, v = split_qkv(torch.arange(8.0)[:, None], s)
+    assert (q.ravel().tolist(), k.ravel().tolist(), v.ravel().tolist()) == ([0, 1, 4, 5], [2, 6], [3, 7])
+    assert join_qkv(q, k, v, s).ravel().tolist() == list(range(8))
+
+
+def test_files_are_those_of_the_safetensors_package(tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    tensors = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "b": torch.arange(4),
+        "c": torch.randn(2, 2).T,
+        "d": torch.empty(0, 3),
+    }
+    save(tmp_path / "ours.safetensors", tensors)
+    theirs = safetensors.load_file(tmp_path / "ours.safetensors")
+    assert all(torch.equal(tensors[n], theirs[n]) for n in tensors)
+
+
+def test_many_files_have_an_index(tmp_path):
+    tensors = {f"t{i}": torch.full((10,), float(i)) for i in range(5)}
+    save_sharded(tmp_path, tensors.items(), max_bytes=90)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "model-00001-of-00003.safetensors", "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors",
+        safetensors_file.INDEX]  # fmt: skip
+    index = json.loads((tmp_path / safetensors_file.INDEX).read_text())
+    assert index["metadata"]["total_size"] == 200 and index["weight_map"]["t4"] == "model-00003-of-00003.safetensors"
+    reader = Reader(tmp_path)
+    assert all(torch.equal(reader.get(n), t) for n, t in tensors.items()) and reader.shape("t0") == (10,)
+
+
+REFUSED = {
+    "normalization": ("LayerNorm", "normalization = 'LayerNorm'; only 'RMSNorm' converts"),
+    "swiglu": (False, "swiglu = False"),
+    "add_bias_linear": (True, "add_bias_linear"),
+    "position_embedding_type": ("learned_absolute", "position_embedding_type"),
+    "qk_layernorm": (False, "experts without --qk-layernorm"),
+    "moe_shared_expert_intermediate_size": (64, "moe_shared_expert_intermediate_size"),
+    "moe_router_score_function": ("sigmoid", "moe_router_score_function"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_without_a_counterpart_are_refused_by_argument(name):
+    value, says = REFUSED[name]
+    args = {**SPECS["qwen3_moe"].to_args(), name: value}
+    with pytest.raises(ConversionError, match=f"^here: .*{says}"):
+        ModelSpec.from_args(args, "here")
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [({"model_type": "gpt2"}, "model_type 'gpt2'; these convert: llama, qwen3, qwen3_moe"),
+     ({"attention_bias": True}, "attention_bias = True"), ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling")],
+)  # fmt: skip
+def test_configs_without_a_counterpart_are_refused(changes, says):
+    with pytest.raises(ConversionError, match=says):
+        ModelSpec.from_hf({**LLAMA.hf_config(), **changes}, "here")
+
+
+def test_nothing_is_overwritten_and_mistakes_exit_2(tmp_path, capsys):
+    folder = make_folder(tmp_path / "hf", LLAMA)
+    import_hf(folder, tmp_path / "ckpt")
+    checkpoint = Checkpoint(tmp_path / "ckpt")
+    with pytest.raises(ConversionError, match="not an empty folder"):
+        export(checkpoint, folder)
+    with pytest.raises(ConversionError, match="--vocab-size 1000: the embedding has 128 rows"):
+        export(checkpoint, tmp_path / "new", vocab_size=1000)
+    for argv, says in (
+        (["export", str(tmp_path / "nowhere"), str(tmp_path / "new")], "no such folder"),
+        (["export", str(folder), str(tmp_path / "new")], "not a distributed checkpoint"),
+        (["import", str(tmp_path), str(tmp_path / "new")], "no config.json in it"),
+    ):
+        assert main(argv) == 2
+        assert says in capsys.readouterr().err and not (tmp_path / "new").exists()
+
+
+def test_a_missing_tensor_or_layer_is_named(tmp_path):
+    folder = make_folder(tmp_path / "hf", LLAMA)
+    tensors = {n: Reader(folder).get(n) for n in Reader(folder) if "layers.1.mlp.up_proj" not in n}
+    save(folder / "model.safetensors", tensors)
+    with pytest.raises(SafetensorsError, match=r"no tensor model\.layers\.1\.mlp\.up_proj\.weight"):
+        import_hf(folder, tmp_path / "ckpt")
+    (folder / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(SafetensorsError, match="not a safetensors file"):
+        import_hf(folder, tmp_path / "ckpt")
+
+
+def test_a_checkpoint_cannot_run_code(tmp_path, monkeypatch):
+    """The arguments are unpickled as plain values; what else a file names is never called."""
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "made"),)
+
+    from megatron_hybrid.convert import hf
+
+    folder, state = make_folder(tmp_path / "hf", LLAMA), {}
+    monkeypatch.setattr(hf, "write_checkpoint", lambda out, made: state.update(made))
+    import_hf(folder, tmp_path / "unused")
+    monkeypatch.undo()
+    state["common_state/shard_0_1"][0]["args"].evil = Evil()
+    hf.write_checkpoint(tmp_path / "ckpt", state)
+    args = Checkpoint(tmp_path / "ckpt").args
+    assert "evil" not in args and args["num_layers"] == 2 and not (tmp_path / "made").exists()
+
+
+def test_a_damaged_checkpoint_says_so(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
+        Checkpoint(tmp_path)
