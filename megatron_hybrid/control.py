@@ -97,15 +97,19 @@ class Controller:
             runtime.end_step()
         if self.recorder is not None:
             self.recorder.end_step(self.keys.step)
-        spread = [r for r in self.runtimes if expert_groups is not None and r.role.expert is not None]
-        shared = [r for r in self.runtimes if expert_groups is None or r.role.expert is None]
-        _reduce_amaxes(shared, [] if group is None else [group])
-        _reduce_amaxes(spread, expert_groups or [])
+        self.reduce_amaxes(group, expert_groups)
         together = defaultdict(list)
         for fmt, state in (pair for runtime in self.runtimes for pair in runtime.states(moving=True)):
             together[fmt, state.scale.device].append(state)
         for (fmt, _), same in together.items():
             update_states(fmt, same)
+
+    def reduce_amaxes(self, group=None, expert_groups=None) -> None:
+        """Max-reduce what every history collected since the last step, in one collective a group; see `end_step`."""
+        spread = [r for r in self.runtimes if expert_groups is not None and r.role.expert is not None]
+        shared = [r for r in self.runtimes if expert_groups is None or r.role.expert is None]
+        _reduce_amaxes(shared, [] if group is None else [group])
+        _reduce_amaxes(spread, expert_groups or [])
 
     def invalidate(self) -> None:
         """Drop cached quantized weights: call it, on every rank, after writing to a weight inside a step or before an

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from .grouped_at_once import GroupedCall, GroupedPlan, build, grouped_at_once, why_not
 from .groups import Groups
 from .linear import LOCAL, LinearCall, WeightCache, add_bias, dgrad, fprop, placeholder_gradient, save_for_backward, wgrad
-from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
+from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan, PlanError
 from .roles import ModuleRole
 from .runtime import LinearRuntime
 from .scaling import Rng
@@ -34,6 +34,12 @@ class ExpertRuntimes(torch.nn.ModuleList):
         super().__init__(
             LinearRuntime(recipe, replace(role, expert=first + e), device, **runtime) for e in range(num_experts)
         )
+        for runtime in self:
+            if recipe.weights == "quantized" and runtime.quantizes_weight():
+                raise PlanError(
+                    f"module {runtime.label}: the weights of grouped linears cannot live quantized yet; give them a recipe "
+                    "with `weights: high_precision`, or leave them alone by a rule"
+                )
         self.weight_rows = weight_rows
         self.one_by_one = False  # True: the loop over experts, always (tests)
         self._how: tuple | None = None  # (what it was found for, `how`)

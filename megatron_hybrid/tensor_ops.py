@@ -96,6 +96,15 @@ def _as_strided(func, t, size, stride, storage_offset=None):
     return _same(func, t)
 
 
+@implements(aten.expand.default)
+def _expand(func, t, size, *, implicit=False):
+    """Only to the shape it has."""
+    out = _geometry(func, t, size)
+    if (out.shape, out.stride()) != (t.shape, t.stride()):
+        raise ValueError(f"{func}: {tuple(t.shape)} to {tuple(size)} of HybridTensor({t.describe()}): call .dequantize()")
+    return _same(func, t)
+
+
 @implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _transpose(func, t, *args):
     """Exact and free for matrices: the rowwise payload of x is the columnwise payload of x.T."""

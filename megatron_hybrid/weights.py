@@ -20,7 +20,7 @@ import torch
 from .formats import COLUMNWISE, DIRECTIONS
 from .plan import WEIGHT, GemmPlan, PlanError
 from .recipe_callable import as_recipe
-from .scaling import Rng, update_states
+from .scaling import Pieces, Rng, update_states
 from .storage import QuantizedStorage
 from .tensor import HybridTensor, matrix_shape
 
@@ -76,6 +76,7 @@ class WeightOwner:
 
     def __init__(self, module: torch.nn.Module, name: str, runtime):
         self._module, self._name, self._runtime = weakref.ref(module), name, weakref.ref(runtime)
+        self.gather = None  # what casts it from masters that are split among ranks
 
     def __reduce__(self):
         return type(None), ()
@@ -85,6 +86,10 @@ class WeightOwner:
         module = self._module()
         weight = None if module is None else module._parameters.get(self._name)
         return weight if isinstance(weight, HybridTensor) else None
+
+    @property
+    def recipe(self):
+        return self._runtime().recipe
 
     def keys(self, device, *, step: bool = False, noop_flag=None) -> dict:
         """`rng` and `state` of a cast of this weight now. step: of one after an optimizer's step."""
@@ -106,6 +111,20 @@ class WeightOwner:
     def check(self, recipe, device) -> None:
         """Raise `PlanError` for a recipe that this weight could not follow."""
         check_recipe(self._runtime(), recipe, device)
+
+    def check_split(self) -> None:
+        """Raise `PlanError` for a weight that other ranks share in a way that a cast from split masters does not know."""
+        runtime = self._runtime()
+        plan = runtime.plan_for(self.weight.device)
+        if any(plan.reduced.get(WEIGHT, ())):
+            raise PlanError(
+                f"{plan.label}: a quantized weight in {self.weight.describe()} whose scale covers the shards of other "
+                "tensor-parallel ranks is not supported by the distributed optimizer yet; use `weights: high_precision`, "
+                "or formats with scales of blocks or delayed ones"
+            )
+        if any(fmt.sr for fmt in plan.quantizers[WEIGHT].formats()) and isinstance(runtime.index_maps.get(WEIGHT), Pieces):
+            raise PlanError(f"{plan.label}: stochastic rounding of a quantized gated weight is not supported under "
+                            "tensor parallelism")  # fmt: skip
 
     def requantize(self) -> None:
         """Follow a changed plan: cast anew from the master, the preserved value, else the decode, in that order."""
@@ -176,13 +195,13 @@ def check_recipe(runtime, recipe, device) -> None:
 class HoldsWeight:
     """What a module with one weight and one runtime, `self.hq`, adds for a weight that may live quantized."""
 
-    def hold_weight(self, name: str = "weight") -> None:
+    def hold_weight(self, name: str = "weight", *, preserve: bool = False) -> None:
         """Quantize the parameter `name`, initialised before, if the recipe says so. Once, at the end of building."""
         mode, hq, weight = _mode.get(), self.hq, self._parameters[name]
-        if hq.recipe.weights != QUANTIZED or not hq.quantizes_weight():
+        if weight is None or isinstance(weight, HybridTensor) or hq.recipe.weights != QUANTIZED or not hq.quantizes_weight():
             return
         check_recipe(hq, hq.recipe, weight.device)
-        preserve = mode is not None and mode.preserve
+        preserve = preserve or (mode is not None and mode.preserve)
         trained = weight.requires_grad and (mode is None or mode.requires_grad)
         with torch.no_grad():
             t = quantize(hq, weight.detach(), weight.dtype, trained=trained)

@@ -14,6 +14,7 @@ from . import (
     fused_adam,
     load_fp32,
     multi_tensor,
+    quantized_params,
     save_errors,
     training_steps,
 )
@@ -42,6 +43,7 @@ PATCHES: dict[str, Patch] = {
         fused_adam,
         load_fp32,
         multi_tensor,
+        quantized_params,
         save_errors,
         training_steps,
     )

@@ -14,6 +14,7 @@ from ..patches.training_steps import DRIVER
 from ..runtime import LinearRuntime
 from . import fsdp, state
 from .layers import HybridParallelLinear
+from .param_sync import gathers
 
 
 class Driver:
@@ -42,7 +43,11 @@ class Driver:
             first(self.controller)
         self.before_first = []
         self.controller.begin_step(step, get_num_microbatches())
+        if not self.has_begun and gathers(self.controller.runtimes):
+            self.controller.reduce_amaxes(self.group, self.expert_groups)  # recorded when weights were made
         self.has_begun = self.has_seen_weights = True
+        for gather in gathers(self.controller.runtimes):
+            gather.follow_formats()
         state.forget_missing(self.controller.runtimes)
 
     def forward(self, microbatch: int) -> None:

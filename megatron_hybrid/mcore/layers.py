@@ -27,6 +27,7 @@ from ..quantizer import as_matrix
 from ..runtime import LinearRuntime
 from ..scaling import Pieces
 from ..sharding import Sharding
+from ..weights import HoldsWeight
 from . import state
 from .modules import linear_role
 from .recipe_hook import carried
@@ -38,7 +39,7 @@ def compute_device() -> torch.device:
     return torch.empty(0, device=torch.cuda.current_device()).device
 
 
-class HybridParallelLinear(WeightWindow):
+class HybridParallelLinear(WeightWindow, HoldsWeight):
     """What our two parallel linears add to Megatron's.
 
     hq_layer    number of the transformer layer that owns this linear, global, from 1 (set by the layer)
@@ -61,6 +62,7 @@ class HybridParallelLinear(WeightWindow):
         self.hq = LinearRuntime(recipe, role, device, sharding=sharding)
         self.hq.weight_cache = WeightCache()
         self.hq.index_maps = self.index_maps()
+        self.hold_weight(preserve=True)  # masters start from it
 
     def sharding(self) -> Sharding:
         """How the tensor-parallel ranks split the operands."""

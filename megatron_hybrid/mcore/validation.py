@@ -56,6 +56,33 @@ def statistics_path(args) -> Path | None:
     return next((Path(folder) / "hq_stats.jsonl" for folder in folders if folder), None)
 
 
+# attribute in Megatron's arguments -> flag, of what does not know weights that live quantized
+_NOT_BESIDE_QUANTIZED_WEIGHTS = {
+    "use_megatron_fsdp": "--use-megatron-fsdp",
+    "use_torch_fsdp2": "--use-torch-fsdp2",
+    "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
+    "optimizer_cpu_offload": "--optimizer-cpu-offload",
+    "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
+    "use_layer_wise_distributed_optimizer": "--use-layer-wise-distributed-optimizer",
+}
+
+
+def check_quantized_weights(args, recipe) -> None:
+    """Refuse what would leave weights that live quantized without masters, or never update them."""
+    if recipe.weights != "quantized":
+        return
+    what = f"recipe {recipe.name} with `weights: quantized`"
+    if not args.use_distributed_optimizer:
+        raise UserError(f"{what} needs --use-distributed-optimizer, which keeps the FP32 masters")
+    if not (args.bf16 or args.fp16):
+        raise UserError(f"{what} needs --bf16 or --fp16, the dtype that the weights stand for")
+    if getattr(args, "num_distributed_optimizer_instances", 1) > 1:
+        raise UserError(f"{what} beside --num-distributed-optimizer-instances: only 1 is supported")
+    for attribute, flag in _NOT_BESIDE_QUANTIZED_WEIGHTS.items():
+        if getattr(args, attribute, False):
+            raise UserError(f"{what} beside {flag} is not supported; leave one out")
+
+
 def check_ranks(args) -> None:
     """The parallel sizes must divide the number of ranks, and the sequence."""
     sizes = {

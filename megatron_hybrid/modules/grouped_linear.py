@@ -9,8 +9,8 @@ import torch
 from ..grouped import ExpertRuntimes
 from ..grouped_at_once import GroupedPlan
 from ..plan import PAYLOAD, GemmPlan
-from ..recipe_callable import as_recipe
 from ..roles import GROUPED_LINEAR, ModuleRole
+from ..weights import module_recipe
 
 
 class HybridGroupedLinear(torch.nn.Module):
@@ -22,7 +22,7 @@ class HybridGroupedLinear(torch.nn.Module):
     """
 
     def __init__(
-        self, num_gemms, in_features, out_features, bias=False, *, recipe="bf16", name="", layer=None, num_layers=None,
+        self, num_gemms, in_features, out_features, bias=False, *, recipe=None, name="", layer=None, num_layers=None,
         first_expert=0, save_input=PAYLOAD, backend=None, device=None, dtype=None,
     ):  # fmt: skip
         super().__init__()
@@ -34,7 +34,7 @@ class HybridGroupedLinear(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(num_gemms, out_features, **made)) if bias else None
         self.reset_parameters()
         self.hq = ExpertRuntimes(
-            as_recipe(recipe), ModuleRole(GROUPED_LINEAR, name, layer, num_layers, expert=first_expert), num_gemms,
+            module_recipe(recipe), ModuleRole(GROUPED_LINEAR, name, layer, num_layers, expert=first_expert), num_gemms,
             self.weight.device, weight_rows=out_features, backend=backend, save_input=save_input,
         )  # fmt: skip
 

@@ -1,0 +1,235 @@
+"""Megatron's distributed optimizer over quantized weights: its shards of masters, our cast and our gather.
+
+Megatron keeps the sharding of gradients and masters. It sees our parameters as "quantized storage" and gives them a
+buffer of their own, whose parameter half is the gradient buffer's memory and stays unused: the bytes that travel are
+a bucket group's `ShardedWeights`, laid out by payload (docs/design.md says why). `patches.quantized_params` calls
+what is here.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import torch
+import torch.distributed as dist
+
+from ..distributed.param_gather import ShardedWeights
+from ..tensor import HybridTensor
+
+GATHER = "hq_gather"  # attribute of a bucket group
+
+
+def holds_quantized(params) -> bool:
+    return any(isinstance(p, HybridTensor) for p in params)
+
+
+class BucketGather:
+    """Casts and gathers the weights of one bucket group. Made once the optimizer has masters for them."""
+
+    def __init__(self, bucket_group):
+        self.group = bucket_group.intra_distributed_optimizer_instance_group
+        self.rank, self.world = self.group.rank(), self.group.size()
+        self.params, self.ranges = [], [[] for _ in range(self.world)]
+        for bucket in bucket_group.buckets:
+            shard = bucket.grad_data.numel() // self.world
+            for param in bucket.params_list:
+                start, stop = bucket.param_to_index[param]
+                self.params.append(param)
+                for rank, ranges in enumerate(self.ranges):
+                    a, b = (min(max(x - start, 0), stop - start) for x in (rank * shard, (rank + 1) * shard))
+                    ranges.append((a, b))
+        self.stepped = False
+        self._chunks = None
+        for param in self.params:
+            param._stale.owner.check_split()
+        self._plan()
+        for param in self.params:
+            param._stale.owner.gather = self
+
+    def _plan(self) -> None:
+        self.quantizers = [p.quantizer for p in self.params]
+        mode = self.params[0]._stale.owner.recipe.param_gather
+        self.weights = ShardedWeights(self.params, self.ranges, self.rank, gather=mode)
+
+    @property
+    def masters(self) -> list[torch.Tensor | None]:
+        """This rank's shards, which Megatron's optimizer hangs on its parameters."""
+        return [
+            getattr(p, "main_param", None) if b > a else None for p, (a, b) in zip(self.params, self.ranges[self.rank])
+        ]
+
+    @torch.no_grad()
+    def start(self, async_op: bool):
+        """Cast the shards and start the gather; returns what to wait for, None when nothing is left to wait for."""
+        masters, weights = self.masters, self.weights
+        amaxes = weights.amaxes(masters)
+        if self.world > 1 and amaxes.numel():
+            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.group)
+        chunk = weights.cast(masters, amaxes, step=self.stepped)
+        if self.world == 1:
+            self._chunks = chunk.view(1, -1)
+            return None
+        self._chunks = torch.empty(self.world * chunk.numel(), dtype=torch.uint8, device=chunk.device)
+        work = dist.all_gather_into_tensor(self._chunks, chunk, group=self.group, async_op=async_op)
+        return work
+
+    def finish(self) -> None:
+        """Write the gathered bytes into the parameters; once for every `start`."""
+        if self._chunks is None:
+            return
+        chunks, self._chunks = self._chunks.view(self.world, -1), None
+        stepped, self.stepped = self.stepped, False
+        self.weights.scatter(chunks, step=stepped)
+
+    def sync(self) -> None:
+        """The parameters from the masters, now: after a load, or when their formats changed."""
+        self.start(async_op=False)
+        self.finish()
+
+    def follow_formats(self) -> None:
+        """Cast anew, from the masters, what a step rule or a switch of recipes changed. A collective."""
+        if self.quantizers != [p.quantizer for p in self.params]:
+            self._plan()
+            self.sync()
+
+
+def gathers(runtimes) -> list[BucketGather]:
+    """Those of the weights of some linears, each once, in the linears' order: the same on all ranks of a group."""
+    owners = [r.weight_owner for r in runtimes if r.weight_owner is not None]
+    return list(dict.fromkeys(owner.gather for owner in owners if owner.gather is not None))
+
+
+# ---- what the patches put around Megatron's functions
+
+
+def around_start_param_sync(original):
+    @functools.wraps(original)
+    def start_param_sync(self, force_sync: bool = False):
+        if not holds_quantized(self.params):
+            return original(self, force_sync)
+        gather = getattr(self, GATHER, None)
+        if force_sync and self.param_gather_handle is not None:
+            self.param_gather_handle.wait()
+            self.param_gather_handle = None
+            self._post_param_sync()
+            return None
+        assert self.param_gather_handle is None
+        overlap = self.ddp_config.overlap_param_gather
+        if gather is not None:  # None: no optimizer yet, every rank holds the same weights
+            work = gather.start(async_op=overlap and not force_sync)
+            self.param_gather_handle = work if overlap and not force_sync else None
+        if overlap and self.param_gather_handle is None:
+            self._post_param_sync()
+        self.param_gather_dispatched = True
+        return None
+
+    return start_param_sync
+
+
+def around_post_param_sync(original):
+    @functools.wraps(original)
+    def _post_param_sync(self):
+        if not holds_quantized(self.params):
+            return original(self)
+        if (gather := getattr(self, GATHER, None)) is not None:
+            gather.finish()
+        return None
+
+    return _post_param_sync
+
+
+def around_partition_buckets(original):
+    @functools.wraps(original)
+    def partition_buckets(buffers, *args, **kwargs):
+        """Quantized weights get bucket groups of their own: Megatron would put other buckets beside the last."""
+        ours = [buffer for buffer in buffers if holds_quantized(buffer.params)]
+        if not ours:
+            return original(buffers, *args, **kwargs)
+        others = [buffer for buffer in buffers if not holds_quantized(buffer.params)]
+        return original(ours, *args, **kwargs) + original(others, *args, **kwargs)
+
+    return partition_buckets
+
+
+def around_build_groups(original):
+    """`original` is a classmethod's function."""
+
+    @functools.wraps(original)
+    def _build_model_and_main_param_groups(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config):
+        quantized = [p for group in opt_group_ranges for p in group["params"] if isinstance(p, HybridTensor)]
+        if quantized:
+            config = copy.copy(config)
+            config.fp8_recipe = "blockwise"  # any but "delayed", for which shards would be views of the parameter
+        for param in quantized:
+            if param.get_high_precision_init_val() is None:
+                param._stale.init_value = param.detach().dequantize().cpu()
+        return original(cls, gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+
+    return _build_model_and_main_param_groups
+
+
+def _bucket_groups(optimizer):
+    """The optimizer's bucket groups of quantized weights."""
+    groups = [g for chunk in optimizer.model_chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
+    ours = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
+    return [g for g in groups if holds_quantized(g.params) and all(id(bucket) in ours for bucket in g.buckets)]
+
+
+def around_init(original):
+    @functools.wraps(original)
+    def __init__(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        for group in () if self.is_stub_optimizer else _bucket_groups(self):
+            setattr(group, GATHER, BucketGather(group))
+            for param in group.params:
+                param._stale.preserve = True  # what a checkpoint brings, until the masters have it
+
+    return __init__
+
+
+def around_copy_to_model(original):
+    @functools.wraps(original)
+    def _copy_main_params_to_model_params(self):
+        original(self)
+        for group in () if self.is_stub_optimizer else _bucket_groups(self):
+            getattr(group, GATHER).stepped = True
+
+    return _copy_main_params_to_model_params
+
+
+def _release(params) -> None:
+    for param in params:
+        param._stale.init_value = None
+
+
+def around_load(original):
+    """Loaded weights are what the loaded masters are cast to: a checkpoint's copies went through their decode."""
+
+    @functools.wraps(original)
+    def load_state_dict(self, state_dict):
+        result = original(self, state_dict)
+        for group in () if self.is_stub_optimizer else _bucket_groups(self):
+            getattr(group, GATHER).sync()
+            _release(group.params)
+        return result
+
+    return load_state_dict
+
+
+def around_copy_to_main(original):
+    """Masters from loaded weights: from what was loaded, not from the decode of its cast."""
+
+    @functools.wraps(original)
+    def _copy_model_params_to_main_params(self, state_dict=None):
+        original(self, state_dict)
+        for group in () if self.is_stub_optimizer else _bucket_groups(self):
+            gather = getattr(group, GATHER)
+            for param, master, (a, b) in zip(gather.params, gather.masters, gather.ranges[gather.rank]):
+                value = param.get_high_precision_init_val()
+                if state_dict is None and master is not None and value is not None:
+                    master.data.copy_(value.reshape(-1)[a:b])
+            gather.sync()
+            _release(group.params)
+
+    return _copy_model_params_to_main_params
