@@ -20,6 +20,7 @@ import torch
 from .formats import COLUMNWISE, DIRECTIONS
 from .plan import WEIGHT, GemmPlan, PlanError
 from .recipe_callable import as_recipe
+from .runtime import RandomKeys
 from .scaling import Pieces, Rng, update_states
 from .storage import QuantizedStorage
 from .tensor import HybridTensor, matrix_shape
@@ -148,11 +149,8 @@ def _rng(runtime, device) -> Rng | None:
     if not any(fmt.sr for fmt in runtime.plan_for(device).quantizers[WEIGHT].formats()):
         return None
     index_map = runtime.index_maps.get(WEIGHT)
-    if runtime.keys is not None:
-        return runtime.keys.rng(runtime.role, WEIGHT, device, index_map)
-    from .roles import tensor_id  # before there is a controller: the draw of step 0 with seed 0
-
-    return Rng(0, tensor_id(runtime.role.operand(WEIGHT)), 0, 0, index_map, device=device)
+    keys = runtime.keys or RandomKeys(seed=0, num_microbatches=1)  # before there is a controller: the draw of step 0
+    return keys.rng(runtime.role, WEIGHT, device, index_map)
 
 
 def quantize(runtime, x: torch.Tensor, dtype: torch.dtype, *, trained: bool) -> HybridTensor:

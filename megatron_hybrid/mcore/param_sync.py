@@ -182,6 +182,7 @@ def around_init(original):
         original(self, *args, **kwargs)
         for group in () if self.is_stub_optimizer else _bucket_groups(self):
             setattr(group, GATHER, BucketGather(group))
+            _release(group.params)
             for param in group.params:
                 param._stale.preserve = True  # what a checkpoint brings, until the masters have it
 

@@ -44,6 +44,7 @@ def after_validation(args, recipe: Recipe) -> None:
     spec = HybridLayerSpec(recipe, attention_zeroed=args.hq_demo_disable_attention, fused=fused)
     config = core_transformer_config_from_args(args)
     recipe = spec.recipe_for(config)
+    validation.check_quantized_weights(args, recipe)
     device = training_device(args.local_rank)
     shape = ModelShape.of(vars(args), "the arguments")
     at_step = plans_by_step(recipe, config, device, shape)

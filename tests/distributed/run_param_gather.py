@@ -1,0 +1,254 @@
+"""Checks of quantized weights whose masters are split among ranks: gloo collectives, and Megatron's optimizer.
+
+torchrun ... run_param_gather.py FOLDER on 4 ranks: rank r writes FOLDER/r.json, a dict of check -> error or None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from mcore_model_common import VOCAB, B, S, build, linear, mpu, parallel, rank
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+import megatron_hybrid as mh
+from megatron_hybrid import patches
+from megatron_hybrid.distributed.amax import start_max
+from megatron_hybrid.distributed.param_gather import ShardedWeights
+from megatron_hybrid.mcore import driver
+from megatron_hybrid.mcore.layers import HybridColumnParallelLinear
+from megatron_hybrid.mcore.param_sync import GATHER
+from megatron_hybrid.plan import PlanError
+from megatron_hybrid.storage_layout import equal
+
+STEPS = 100
+# every kind of scale, both directions from the original, a derived column, E4M3 with E5M2
+PAIRS = [
+    ("mxfp8_e4m3", "nvfp4", "original"), ("fp8_current_e4m3", "fp8_current_e5m2", "original"),
+    ("fp8_rowwise_e4m3", "fp8_block_e4m3", "original"), ("nvfp4:row_scaled", "mxfp8_e4m3", "rowwise_dequantized"),
+    ("nvfp4:2d", "nvfp4:2d", "original"),
+]  # fmt: skip
+
+
+TILES = {"version": 1, "name": "tiles", "defaults": {gemm: "nvfp4:2d" for gemm in ("fprop", "dgrad")}}
+
+
+def recipe(chosen, **fields):
+    """A shipped recipe by name, or a dict, with other fields."""
+    base = mh.Recipe.load(chosen) if isinstance(chosen, str) else mh.Recipe.from_dict(chosen)
+    return dataclasses.replace(base, **fields)
+
+
+def check_bytes_over_gloo_in_groups_of_2_3_and_4():
+    """P52, P54: real collectives, a NaN on one rank, an empty share."""
+    for size in (2, 3, 4):
+        group = dist.new_group(list(range(size)))
+        if rank() >= size:
+            continue
+        for row, col, source in PAIRS:
+            quantizer = mh.HybridQuantizer(row, col, source)
+            masters = [torch.randn(m, k, generator=torch.Generator().manual_seed(m)) for m, k in ((40, 72), (33, 17))]
+            masters[0][7, 3] = float("nan")
+            params = [torch.nn.Parameter(quantizer.quantize(torch.zeros_like(m).bfloat16())) for m in masters]
+            cuts = [[0, 577, 577, 1000, 40 * 72][-size - 1 :], [0, 1, 100, 350, 33 * 17][-size - 1 :]]
+            cuts = [[0, *c[1:]] for c in cuts]
+            ranges = [[(c[r], c[r + 1]) for c in cuts] for r in range(size)]
+            weights = ShardedWeights(params, ranges, rank(), gather="both")
+            shares = [m.reshape(-1)[a:b] for m, (a, b) in zip(masters, ranges[rank()])]
+            (amaxes,) = start_max([weights.amaxes(shares).view(torch.float32)], group)()
+            chunk = weights.cast(shares, amaxes.view(torch.int32))
+            chunks = torch.empty(size * chunk.numel(), dtype=torch.uint8)
+            dist.all_gather_into_tensor(chunks, chunk, group=group)
+            weights.scatter(chunks.view(size, -1))
+            for p, m in zip(params, masters):
+                expected = p.detach().clone().update(m)
+                assert equal(p.rowwise, expected.rowwise) and equal(p.columnwise, expected.columnwise), (size, row, col)
+
+
+def training(chosen, *, tp=1, clip=0.0, **ddp):
+    """DDP, optimizer and driver of the tiny model, data parallel over the ranks that are not tensor parallel."""
+    parallel(tp=tp)
+    model = build(chosen)
+    hooks = driver.attach([model.module], seed=1)
+    overlap = {key: True for key in ddp if key.startswith("overlap")}
+    wrapped = DistributedDataParallel(
+        model.config if hasattr(model, "config") else model.module.config,
+        DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, **ddp),
+        model,
+    )
+    settings = OptimizerConfig(
+        lr=2e-3, bf16=True, params_dtype=torch.bfloat16, use_distributed_optimizer=True, weight_decay=0.1, clip_grad=clip,
+        overlap_param_gather="overlap_param_gather" in overlap,
+    )  # fmt: skip
+    hooks.controller.reduce_amaxes(hooks.group, hooks.expert_groups)  # as the driver does before a first step
+    return wrapped, get_megatron_optimizer(settings, [wrapped]), hooks
+
+
+def step(run, i: int) -> float:
+    model, optimizer, hooks = run
+    hooks.controller.begin_step(i)
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(100 * (i % 7) + mpu.get_data_parallel_rank()))
+    loss = model(tokens, torch.arange(S).expand(B, S), None, labels=tokens.roll(-1, 1)).mean()
+    loss.backward()
+    model.finish_grad_sync()
+    optimizer.step()
+    hooks.controller.end_step(hooks.group)
+    return loss.item()
+
+
+def whole_masters(model) -> dict[str, torch.Tensor]:
+    """The FP32 masters of all quantized weights, put together from every rank's shard."""
+    mine = {n: p.main_param for n, p in model.named_parameters() if getattr(p, "main_param", None) is not None}
+    shards = [None] * dist.get_world_size()
+    ranges = {}
+    for group in model.bucket_groups:
+        gather = getattr(group, GATHER, None)
+        for i, p in enumerate(gather.params if gather is not None else ()):
+            ranges[id(p)] = [r[i] for r in gather.ranges]
+    dist.all_gather_object(shards, {n: t.detach() for n, t in mine.items()})
+    found = {}
+    for name, p in model.named_parameters():
+        if isinstance(p, mh.HybridTensor):
+            flat = torch.empty(p.numel())
+            for shard, (a, b) in zip(shards, ranges[id(p)]):
+                flat[a:b] = shard[name] if b > a else flat[a:b]
+            found[name] = flat.view(p.shape)
+    return found
+
+
+def check_after_a_step_the_bytes_are_the_whole_master_s():
+    """P52, c45, and no silent update of nothing: every weight has moved, the payloads are `cast(master)`, all ranks."""
+    for name, gather, cast in (
+        ("mxfp8_fprop_nvfp4_bwd", "both", "fp32"), ("fp8_delayed", "both", "param_dtype"), ("fp8_current", "rowwise", "fp32"),
+        ("nvfp4_fprop_mxfp8_bwd", "high_precision", "fp32"), ("fp8_block", "both", "param_dtype"), (TILES, "rowwise", "fp32"),
+    ):  # fmt: skip
+        run = training(recipe(name, weights="quantized", param_gather=gather, master_cast=cast), clip=1.0)
+        before = {n: p.detach().clone() for n, p in run[0].named_parameters()}
+        for i in (1, 2):
+            step(run, i)
+            for n, master in whole_masters(run[0]).items():
+                weight = dict(run[0].named_parameters())[n]
+                keys = weight._stale.owner.keys(weight.device)
+                source = master.bfloat16() if cast == "param_dtype" else master
+                expected = weight.detach().clone().update(source, **keys)
+                assert equal(weight.rowwise, expected.rowwise) and equal(weight.columnwise, expected.columnwise), (name, n)
+        for n, p in run[0].named_parameters():
+            old = before[n]
+            moved = p.rowwise.qdata.ne(old.rowwise.qdata) if isinstance(p, mh.HybridTensor) else p.ne(old)
+            assert moved.any(), (name, gather, n)
+        quantized = [p for p in run[0].parameters() if isinstance(p, mh.HybridTensor)]
+        assert quantized and all(p.get_high_precision_init_val() is None for p in quantized)
+
+
+def check_no_memory_for_a_parameter_buffer():
+    """The quantized weights' half of Megatron's buffer is the gradients' memory; nothing of 16 bits is kept of them."""
+    model, _, _ = training(recipe("mxfp8", weights="quantized"))
+    (ours,) = [b for b in model.buffers if isinstance(b.params[0], mh.HybridTensor)]
+    assert ours.param_data.untyped_storage().data_ptr() == ours.grad_data.untyped_storage().data_ptr()
+
+
+def losses_of(chosen, steps: int, **ddp) -> list[float]:
+    run = training(chosen, tp=2, **ddp)
+    return [step(run, i) for i in range(1, steps + 1)]
+
+
+def check_100_steps_have_the_losses_of_bf16_parameters():
+    """P56: `master_cast: param_dtype`, no difference at all; with overlap, and with delayed scales, too.
+
+    Two data-parallel ranks: a sum of two gradients has one order, whatever the buffers' layout.
+    """
+    overlap = dict(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20000)
+    lives = dict(weights="quantized", param_gather="both", master_cast="param_dtype")
+    plain = losses_of(recipe("mxfp8"), STEPS)
+    assert losses_of(recipe("mxfp8", **lives), STEPS) == plain
+    assert losses_of(recipe("mxfp8", **lives), 10, **overlap) == plain[:10]
+    assert sum(plain[-10:]) < sum(plain[:10])
+    delayed = losses_of(recipe("fp8_delayed"), 10)
+    for gather in ("both", "high_precision"):
+        assert losses_of(recipe("fp8_delayed", **{**lives, "param_gather": gather}), 10) == delayed
+
+
+def check_step_rules_cast_from_the_split_masters():
+    rules = [{"match": {"steps": "2:"}, "use": {"fprop": "fp8_block_e4m3:2d", "dgrad": "nvfp4"}}]
+    fields = dict(mh.Recipe.load("mxfp8").to_dict(), rules=rules)
+    later = {"weights": "quantized", "param_gather": "both", "master_cast": "param_dtype"}
+    runs = [training(mh.Recipe.from_dict({**fields, **more})) for more in ({}, later)]
+    losses = [[], []]
+    for run, found in zip(runs, losses):
+        for i in range(1, 5):
+            run[2].controller.begin_step(i)
+            for gather in driver.gathers(run[2].controller.runtimes):
+                gather.follow_formats()
+            found.append(step(run, i))
+    assert losses[0] == losses[1]
+    weight = runs[1][0].module.module.decoder.layers[0].mlp.linear_fc1.weight
+    assert str(weight.rowwise.format) == "fp8_block_e4m3:2d" and str(weight.columnwise.format) == "nvfp4"
+
+
+def check_state_of_the_optimizer_brings_the_weights_back():
+    run = training(recipe("nvfp4_fprop_mxfp8_bwd", weights="quantized", param_gather="both"))
+    step(run, 1)
+    saved = run[1].state_dict()
+    weights = [p for p in run[0].parameters() if isinstance(p, mh.HybridTensor)]
+    before = [p.detach().clone() for p in weights]
+    with torch.no_grad():
+        for p in weights:  # as a checkpoint does: the decode, cast again
+            p.copy_(p.detach().dequantize(dtype=torch.bfloat16))
+    assert not all(equal(p.columnwise, b.columnwise) for p, b in zip(weights, before))
+    run[1].load_state_dict(saved)
+    assert all(equal(p.rowwise, b.rowwise) and equal(p.columnwise, b.columnwise) for p, b in zip(weights, before))
+
+
+def check_masters_of_a_fine_tuning_start_from_the_loaded_values():
+    run = training(recipe("nvfp4_fprop_mxfp8_bwd", weights="quantized", param_gather="both"))
+    values = {}
+    for n, p in run[0].named_parameters():
+        if isinstance(p, mh.HybridTensor):
+            values[n] = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))).bfloat16()
+            p.data.copy_(values[n])
+    run[1].reload_model_params()
+    for n, master in whole_masters(run[0]).items():
+        assert torch.equal(master, values[n].float())
+
+
+def check_a_scale_over_tensor_parallel_ranks_is_refused():
+    parallel(tp=2)
+    module = linear(HybridColumnParallelLinear, "fp8_current", 64, 96)
+    module.hq.recipe = module.hq.recipe.with_weights("quantized")
+    module.hold_weight()
+    try:
+        module.weight._stale.owner.check_split()
+    except PlanError as error:
+        assert "tensor-parallel" in str(error) and "linear_fc1" in str(error)
+    else:
+        raise AssertionError("no error")
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    patches.apply_all()
+    errors = {}
+    for name, check in list(globals().items()):
+        if not name.startswith("check_"):
+            continue
+        errors[name.removeprefix("check_")] = None
+        try:
+            check()
+        except Exception:
+            errors[name.removeprefix("check_")] = traceback.format_exc()
+        dist.barrier()
+    (Path(sys.argv[1]) / f"{rank()}.json").write_text(json.dumps(errors))
+    assert mpu.model_parallel_is_initialized()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
