@@ -43,12 +43,13 @@ def dispatch(func, args, kwargs):
 
 
 def _cure(func) -> str:
+    cure = "call .dequantize() on it for a plain tensor"
     if not func._schema.is_mutable:
-        return "call .dequantize() on it for a plain tensor"
+        return cure
     return (
-        "arithmetic in place would round every step to its codes and lose small updates; an optimizer over quantized "
-        "weights must keep FP32 masters and write them back: use mh.FusedAdam, or `p.copy_(master)` after a step of "
-        "one's own"
+        f"{cure}; arithmetic in place would round every step to its codes and lose small updates, so an optimizer over "
+        "quantized weights must keep FP32 masters and write them back: use mh.FusedAdam, or `p.copy_(master)` after a "
+        "step of one's own"
     )
 
 
