@@ -58,7 +58,8 @@ def launch(suite: Suite, backend: str, nproc: int, out: Path) -> tuple[list[dict
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
     environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     with (out / "log").open("w") as log:
-        process = subprocess.Popen([*command, str(WORKERS / suite.worker), *words], stdout=log, stderr=log, env=environment)
+        command += [str(WORKERS / suite.worker), *words]
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
         try:
             code = process.wait(suite.seconds)
         except BaseException as stopped:
@@ -78,7 +79,8 @@ def rows(suite: Suite, backend: str, nproc: int, out: Path):
         return
     results, failure = launch(suite, backend, nproc, out)
     if len(results) < nproc:
-        yield suite.name, "", FAILED, f"{failure or 'ended'}, {len(results)} of {nproc} ranks wrote results; see {out}/log"
+        wrote = f"{len(results)} of {nproc} ranks wrote results"
+        yield suite.name, "", FAILED, f"{failure or 'ended'}, {wrote}; see {out}/log"
     for check in results[0] if results else ():
         errors = {rank: result[check] for rank, result in enumerate(results) if result.get(check)}
         detail = "; ".join(f"rank {rank}: {error.strip().splitlines()[-1]}" for rank, error in errors.items())

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from tp_bench import bench
 from tp_cases import LAYOUTS, RECIPES, Ranks, on_the_wire, recipe, run
 
 from megatron_hybrid.distributed.amax import WeightAmaxes, start_max
 from megatron_hybrid.linear import hybrid_linear
 from megatron_hybrid.model_shape import LinearShape
 from megatron_hybrid.plan import GRAD_OUTPUT, INPUT, WEIGHT
+from megatron_hybrid.sharding import block_along
 
 GEMM_OPERANDS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
 SOME = ("fp8_current", "mxfp8", "nvfp4", "nvfp4 / mxfp8 derived")
@@ -131,7 +133,7 @@ def check_p60_c26_operands_and_results_are_one_ranks(ranks: Ranks):
 
 
 def check_columns_as_the_devices_gemms_read_them(ranks: Ranks):
-    """The same with the backends that the device chooses: columns are gathered contraction-contiguous, two codes a byte."""
+    """The same with the backends that the device chooses: columns are gathered contraction-contiguous, FP4 packed."""
     for layout, name in itertools.product(LAYOUTS, ("fp8_current", "mxfp8", "nvfp4", "mxfp8 / nvfp4 derived")):
         one, split, runtime, _ = both(ranks, layout, name, rows=128, backend=None)
         assert any(s.transposed for operands in split.operands.values() for s in operands), (layout, name)
@@ -140,14 +142,15 @@ def check_columns_as_the_devices_gemms_read_them(ranks: Ranks):
 
 
 def check_c23_c24_ragged_sequences(ranks: Ranks):
-    """Blocks that end inside another rank's rows: the tensor travels in high precision, counted, and the bytes are one rank's."""
+    """Blocks that end inside another rank's rows: the tensor travels in high precision, counted; the bytes stay right."""
     for layout, name in itertools.product([l for l in LAYOUTS if l.endswith("SP")], RECIPES):
         one, split, runtime, _ = both(ranks, layout, name, rows=RAGGED)
         plan, what = runtime.plan_for(ranks.device), f"{layout}, {name}, ragged"
         compare_operands(ranks, layout, one, split, what)
         compare_results(ranks, layout, one, split, what)
         quantizer = plan.quantizers[plan.gathered]
-        cut = [d for d, f in zip(("rowwise", "columnwise"), quantizer.formats()) if f.is_quantized and RAGGED % (f.block(d)[0] or 1)]
+        formats = zip(("rowwise", "columnwise"), quantizer.formats())
+        cut = [direction for direction, fmt in formats if RAGGED % block_along(fmt, direction, 0)]
         ways = {direction: way for _, direction, way in plan.gathers}
         for direction in ("rowwise", "columnwise"):
             derived = direction == "columnwise" and quantizer.derives_columnwise and "rowwise" not in cut
@@ -202,7 +205,8 @@ def check_p62_bytes_on_the_wire(ranks: Ranks):
         assert all(s.dtype == torch.int32 for s in reductions), (layout, name)
         shared = {"mxfp8": 0, "fp8_block": 0}.get(name)
         assert shared is None or len(reductions) == shared, (layout, name, reductions)
-        assert [s.nbytes for s in sent if s.name == "reduce_scatter_tensor"] == [2 * M * size * (K if layout == "column SP" else N)]
+        scattered = [s.nbytes for s in sent if s.name == "reduce_scatter_tensor"]
+        assert scattered == [2 * M * size * (K if layout == "column SP" else N)]
 
 
 def check_kept_for_backward_is_the_ranks_own_payload(ranks: Ranks):
@@ -233,7 +237,8 @@ def check_amaxes_of_weights_in_one_collective(ranks: Ranks):
             return hybrid_linear(self.x, self.weight, None, call)
 
     names = ["fp8_current", "nvfp4", "mxfp8", "fp8_rowwise", "mxfp8 / nvfp4"]
-    parts = [Part(layout, name, seed) for seed, (layout, name) in enumerate(itertools.product(("column", "row"), names))]
+    layouts = itertools.product(("column", "row"), names)
+    parts = [Part(layout, name, seed) for seed, (layout, name) in enumerate(layouts)]
     with torch.no_grad(), on_the_wire() as alone:
         expected = [part() for part in parts]
     pool = WeightAmaxes(ranks.group, parts)
@@ -245,7 +250,7 @@ def check_amaxes_of_weights_in_one_collective(ranks: Ranks):
         parts[3].weight.mul_(2)
         parts[3].hq.invalidate()
         parts[3]()
-    assert all(torch.equal(a, b) for a, b in zip(expected, found)) and all(torch.equal(a, b) for a, b in zip(found, again))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected, found, again))
     activations = len(second)  # row-parallel inputs only
     assert len(inputs) == activations + 1 < len(alone), (len(inputs), activations, len(alone))
     assert pool._found is not None and len(sent) == len(inputs) + activations + 1
@@ -287,20 +292,22 @@ def check_c27_collectives_stay_in_the_group(ranks: Ranks):
 
 
 def check_c30_rowwise_for_100_steps(ranks: Ranks):
-    """A column- and a row-parallel linear under sequence parallelism, against the same two on one rank: finite, as good."""
+    """A column- and a row-parallel linear under sequence parallelism against one rank: finite, as good, repeatable."""
     M, H, F = 32, 32, 32 * ranks.size
     x, target = ranks.randn(M, H, seed=1, dtype=torch.float32).clamp(max=1), torch.zeros(M, H, device=ranks.device)
     target[:, 0] = x[:, 1].sign()
 
     def train(layouts, steps):
         cut = "one" not in layouts
-        weights = [0.1 * ranks.randn(*shape, seed=s, dtype=torch.float32).clamp(-3, 3) for s, shape in enumerate(((F, H), (H, F)))]
+        weights = [0.1 * ranks.randn(*shape, seed=7, dtype=torch.float32).clamp(-3, 3) for shape in ((F, H), (H, F))]
         weights = [(ranks.part(w, dim) if cut else w).requires_grad_() for dim, w in enumerate(weights)]
         own_x, own_target = (ranks.part(t, 0) if cut else t for t in (x, target))
-        runtimes = [ranks.runtime(layout, recipe("fp8_rowwise"), k, n, "emulated") for layout, k, n in zip(layouts, (H, F), (F, H))]
+        sizes = zip(layouts, (H, F), (F, H))
+        runtimes = [ranks.runtime(layout, recipe("fp8_rowwise"), k, n, "emulated") for layout, k, n in sizes]
+        comms, rows = [ranks.communication(layout) for layout in layouts], M // ranks.size
         losses = []
         for _ in range(steps):
-            calls = [r.call(ranks.device, ranks.communication(l), training=True, rows=M // ranks.size) for r, l in zip(runtimes, layouts)]
+            calls = [r.call(ranks.device, comm, training=True, rows=rows) for r, comm in zip(runtimes, comms)]
             hidden = torch.relu(hybrid_linear(own_x, weights[0], None, calls[0]))
             loss = (hybrid_linear(hidden, weights[1], None, calls[1]) - own_target).square().sum() / M
             grads = torch.autograd.grad(loss, weights)
@@ -319,33 +326,6 @@ def check_c30_rowwise_for_100_steps(ranks: Ranks):
     assert one[-1] < 0.7 * one[0], (one[0], one[-1])
     assert abs(split[0] - one[0]) <= 1e-5 * one[0] and abs(split[-1] - one[-1]) <= 0.02 * one[0], (split[-1], one[-1])
     assert train(("column SP", "row SP"), 10) == split[:10], "equal runs differ"
-
-
-def bench(ranks: Ranks, tokens=8192, hidden=4096, ffn=8192, repeats=20) -> None:
-    """Milliseconds and gathered megabytes of a forward and backward, printed by rank 0: GPUs only."""
-    for layout, (K, N) in {"column SP": (hidden, ffn), "row SP": (ffn, hidden)}.items():
-        column = layout == "column SP"
-        rows, x_rows, dy_rows = tokens // ranks.size, tokens // (ranks.size if column else 1), tokens // (1 if column else ranks.size)
-        k, n = (K, N // ranks.size) if column else (K // ranks.size, N)
-        make = dict(device=ranks.device, dtype=torch.bfloat16)
-        x, w, dy = torch.randn(x_rows, 1, k, **make), torch.randn(n, k, **make) / 64, torch.randn(dy_rows, 1, n, **make)
-        x.requires_grad_(), w.requires_grad_()
-        for name in ("bf16", "fp8_current", "fp8_delayed", "mxfp8", "nvfp4"):
-            runtime = ranks.runtime(layout, recipe(name), K, N, None)
-            call = runtime.call(ranks.device, ranks.communication(layout), training=True, rows=rows)
-            times = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            for step in range(repeats + 5):
-                if step == 5:
-                    times[0].record()
-                x.grad = w.grad = None
-                with on_the_wire() as sent:
-                    hybrid_linear(x, w, None, call).backward(dy)
-            times[1].record()
-            torch.cuda.synchronize()
-            moved = sum(s.nbytes for s in sent if s.name == "all_gather_into_tensor") * (ranks.size - 1) / 1e6
-            if ranks.rank == 0:
-                ms = times[0].elapsed_time(times[1]) / repeats
-                print(f"bench  {layout:9} {name:12} {ms:7.3f} ms forward + backward, {moved:6.1f} MB gathered", flush=True)
 
 
 def start(backend: str) -> Ranks:
@@ -381,11 +361,13 @@ def main() -> int:
         dist.all_gather_object(outcomes, None if error is None else error.strip().splitlines()[-1][:300])
         if ranks.rank == 0:
             failed = [f"rank {r}: {text}" for r, text in enumerate(outcomes) if text]
-            print(f"{'FAILED' if failed else 'ok':6} {time.monotonic() - began:6.1f} s  {name}", *failed, sep="\n    ", flush=True)
+            outcome, took = "FAILED" if failed else "ok", time.monotonic() - began
+            print(f"{outcome:6} {took:6.1f} s  {name}", *failed, sep="\n    ", flush=True)
     if args.bench:
         bench(ranks)
     if args.out:
         (args.out / f"{ranks.rank}.json").write_text(json.dumps(errors))
+    dist.barrier()  # torchrun ends the other ranks when one leaves with a failure
     dist.destroy_process_group()
     return int(any(errors.values()))
 

@@ -12,10 +12,12 @@ from launch import REPOSITORY
 pytestmark = pytest.mark.dist
 
 WORKER = """
-import json, os, sys
+import json, os, sys, time
 rank = os.environ["RANK"]
 errors = {"right": None, "wrong": "Traceback\\nAssertionError: 1 is not 2" if rank == "1" else None}
 open(f"{sys.argv[1]}/{rank}.json", "w").write(json.dumps(errors))
+while not os.path.exists(f"{sys.argv[1]}/0.json"):
+    time.sleep(0.05)  # torchrun ends the others when one fails
 sys.exit(int(rank))
 """
 

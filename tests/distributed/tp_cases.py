@@ -83,7 +83,7 @@ class Ranks:
         return self.group.size()
 
     def randn(self, *shape, seed: int, dtype=torch.bfloat16) -> torch.Tensor:
-        """The same on every rank and device, with an outlier in the last row and column: on the last rank, however split."""
+        """The same on every rank and device, with an outlier in the last row and column: the last rank's, however split."""
         x = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
         x[-1, -1] = 1e3
         return x.to(dtype).to(self.device)

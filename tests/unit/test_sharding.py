@@ -9,7 +9,8 @@ from megatron_hybrid.mcore import planning
 from megatron_hybrid.model_shape import ModelShape
 from megatron_hybrid.sharding import COLUMNS, ROWS, Shard, column_gather, covers_other_ranks, cuts_blocks, row_gather
 
-SHAPE = ModelShape(2, 256, 4, 512, 64, 4, 128, 2, 512, swiglu=True, tensor_model_parallel_size=2, sequence_parallel=True)
+RANKS = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+SHAPE = ModelShape(2, 256, 4, 512, 64, 4, 128, 2, 512, swiglu=True, **RANKS)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,8 @@ def test_c23_c24_what_travels():
 def test_shards_and_runs_that_end_inside_a_block():
     fmt = parse_format("nvfp4")
     assert not cuts_blocks(fmt, "rowwise", Shard(ROWS), 7) and cuts_blocks(fmt, "columnwise", Shard(ROWS), 24)
-    assert not cuts_blocks(fmt, "columnwise", Shard(ROWS), 32) and cuts_blocks(fmt, "columnwise", Shard(ROWS, pieces=2), 48)
+    assert not cuts_blocks(fmt, "columnwise", Shard(ROWS), 32)
+    assert cuts_blocks(fmt, "columnwise", Shard(ROWS, pieces=2), 48)
     assert not cuts_blocks(parse_format("fp8_rowwise_e4m3"), "rowwise", Shard(COLUMNS), 7)
 
 
@@ -71,7 +73,8 @@ def test_places_of_a_gated_shard():
 
 def test_shardings_of_a_models_linears():
     roles = {role.name.rpartition(".")[2]: role for role in planning.enumerate_modules(SHAPE) if role.layer != 2}
-    found = {leaf: planning.sharding(roles[leaf], SHAPE) for leaf in ("linear_qkv", "linear_proj", "linear_fc1", "output_layer")}
+    leaves = ("linear_qkv", "linear_proj", "linear_fc1", "output_layer")
+    found = {leaf: planning.sharding(roles[leaf], SHAPE) for leaf in leaves}
     assert found["linear_fc1"] == column_sharding(2, 1024, sequence_parallel=True, pieces=2)
     assert found["linear_qkv"] == column_sharding(2, 3 * 256, sequence_parallel=True)
     assert found["output_layer"] == column_sharding(2, 512, sequence_parallel=True)
