@@ -11,12 +11,13 @@ else
 RUN = $(VENV)/bin/python
 endif
 
-.PHONY: help setup demo demo-compare test clean
+.PHONY: help setup demo demo-compare demo-moe test clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo          set up, prepare real text, train a small GPT with a hybrid recipe, check and plot it"
 	@echo "make demo-compare  the same run in bf16 beside it, both in one plot"
+	@echo "make demo-moe      the same with a mixture of experts on two expert-parallel ranks"
 	@echo "make test          set up, run every test (CPU and gloo; GPU tests where there is a GPU)"
 	@echo "make setup         only the set-up: $(VENV) from requirements.lock, and the extension"
 	@echo "make clean         remove runs/, data/demo, build/, compiled extensions and caches; $(VENV) stays"
@@ -34,6 +35,9 @@ demo: setup
 
 demo-compare: setup
 	@$(RUN) scripts/demo.py --compare $(ARGS)
+
+demo-moe: setup
+	@$(RUN) scripts/demo.py --model configs/models/moe_demo.yaml --recipe nvfp4_rowscaled_fprop_mxfp8_bwd --out runs/demo-moe $(ARGS)
 
 test: setup
 	@$(RUN) -m pytest $(TESTS) $(ARGS)

@@ -19,6 +19,7 @@ from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan, PlanError
 from .roles import ModuleRole
 from .runtime import LinearRuntime
 from .scaling import Rng
+from .tensor import HybridTensor
 
 
 class ExpertRuntimes(torch.nn.ModuleList):
@@ -77,11 +78,13 @@ class ExpertRuntimes(torch.nn.ModuleList):
         return self._how[1]
 
     def forward(self, x: torch.Tensor, weight, bias, m_splits, *, training: bool) -> torch.Tensor:
-        """x (T, K), weight (E, N, K), bias (E, N) or None -> (T, N). m_splits: rows of each group, a list or an int
+        """x (T, K), plain or with the rowwise payload of the plan's input, weight (E, N, K), bias (E, N) or None ->
+        (T, N). m_splits: rows of each group, a list or an int
         tensor (E,). Raises ``ValueError`` when they are not E non-negative numbers that add up to T (on a GPU they
         are not read)."""
         groups = Groups(m_splits, len(self), x.shape[0], x.device)
-        if type(x) is torch.Tensor and type(weight) is torch.nn.Parameter and self[0].observer is None and x.shape[0]:
+        plain = type(x) in (torch.Tensor, HybridTensor) and type(weight) is torch.nn.Parameter
+        if plain and self[0].observer is None and x.shape[0]:
             how = self.how(weight)
             if isinstance(how, GroupedPlan):
                 call = self[0].call(weight.device, LOCAL, training=training)

@@ -14,10 +14,11 @@ from torch.autograd.function import once_differentiable
 from .formats import COLUMNWISE, ROWWISE
 from .gemm import grouped as gemms
 from .groups import Groups
-from .linear import LinearCall, placeholder_gradient, save_for_backward
+from .linear import LinearCall, held_payloads, placeholder_gradient, save_for_backward
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .stacked import GroupedColumns, StackedWeight, columns_alignment, unstackable
 from .storage import QuantizedStorage
+from .tensor import HybridTensor
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,9 @@ class GroupedCall:
     groups: Groups
 
     def rows(self, operand: str, x: torch.Tensor) -> QuantizedStorage:
-        """The rowwise payload of x (T, K)."""
+        """The rowwise payload of x (T, K); a `HybridTensor` brings it."""
+        if isinstance(x, HybridTensor):
+            return held_payloads(self.call.plan, operand, x, True, False)[0]
         return self.call.plan.quantize(operand, x, rowwise=True, **self.call.keys(operand))[0]
 
     def columns(self, operand: str, source: torch.Tensor | QuantizedStorage) -> GroupedColumns:

@@ -1,35 +1,63 @@
 """Columnwise casts of row-scaled FP8 for all groups at once: a scale for every group and column.
 
-The arithmetic is docs/numerics.md's FP32 rule in torch operations; tests hold it to the kernels' bytes.
+The arithmetic is docs/numerics.md's FP32 rule, in Triton on a GPU and in torch operations elsewhere; tests hold both to
+the kernels' bytes.
 """
 
 from __future__ import annotations
 
 import torch
 
+from . import ops_triton
 from .formats import COLUMNWISE, ELEMENTS, Format
 from .groups import Layout
+from .ops_triton.launch import as_rows
 from .scaling import FLT_MAX
 from .storage import QuantizedStorage
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_TRITON_DTYPES, _TRITON_ALIGN = (torch.bfloat16, torch.float16, torch.float32), 16
+_BIAS = {"e4m3": 7, "e5m2": 15}
+_ALL_BUT_SIGN = (1 << 31) - 1
 _SIGN_AND_EXPONENT = -(1 << 23)  # 0xff800000 as an int32
 
 
 def row_scaled_columns(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
-    """x (rows, K), spread out by `layout` -> payload stored (K, rows), with scales (E, K).
+    """x (T, K) -> payload of its rows spread out by `layout`, stored (K, rows), with scales (E, K).
 
     NaN and Inf leave their group's column with scale 1, as in a cast of the group alone. Rows after the last group
     get codes that nothing reads.
     """
-    blocks = layout.align
+    if x.dtype in _TRITON_DTYPES and layout.align >= _TRITON_ALIGN and ops_triton.reason(x.device) is None:
+        return with_triton(x, fmt, layout)
+    return with_torch(x, fmt, layout)
+
+
+def with_torch(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
+    """`row_scaled_columns` on any device."""
+    x, blocks = layout.spread(x), layout.align
     group = _group_of_blocks(layout, x.shape[0] // blocks)
     amax = x.abs().view(-1, blocks, x.shape[1]).amax(1).float()  # (blocks of rows, K)
-    amax = _segment_max(amax, group, layout.groups.num)
-    enc = encode_scale(amax, fmt)
+    enc = encode_scale(_segment_max(amax, group, layout.groups.num), fmt)
     values = x.view(-1, blocks, x.shape[1]).float() * enc[group].unsqueeze(1)
-    codes = encode(values.view(x.shape), fmt).T.contiguous()
-    return QuantizedStorage(fmt, COLUMNWISE, tuple(x.shape), x.dtype, True, codes, torch.ones_like(enc) / enc)
+    return _payload(x.shape, x.dtype, fmt, encode(values.view(x.shape), fmt).T.contiguous(), enc)
+
+
+def with_triton(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
+    """`row_scaled_columns` in two reads of x; groups begin at multiples of 16."""
+    from .ops_triton.grouped_columns import group_amax, group_cast
+
+    x = as_rows(x)
+    source, group = layout.sources
+    enc = encode_scale(group_amax(x, source, group, layout.groups.num, layout.align), fmt)
+    element = ELEMENTS[fmt.element]
+    bits = {"mantissa": element.significant_bits - 1, "bias": _BIAS[fmt.element]}
+    codes = group_cast(x, source, group, enc, largest=element.max, **bits)
+    return _payload((layout.rows, x.shape[1]), x.dtype, fmt, codes, enc)
+
+
+def _payload(shape, dtype, fmt: Format, codes: torch.Tensor, enc: torch.Tensor) -> QuantizedStorage:
+    return QuantizedStorage(fmt, COLUMNWISE, tuple(shape), dtype, True, codes, torch.ones_like(enc) / enc)
 
 
 def _group_of_blocks(layout: Layout, num_blocks: int) -> torch.Tensor:
@@ -41,7 +69,7 @@ def _group_of_blocks(layout: Layout, num_blocks: int) -> torch.Tensor:
 def _segment_max(amax: torch.Tensor, group: torch.Tensor, num: int) -> torch.Tensor:
     """(blocks, K) -> (E, K), 0 for groups without a block. NaN propagates: its bits are the largest."""
     out = torch.zeros(num, amax.shape[1], dtype=torch.int32, device=amax.device)
-    bits = amax.view(torch.int32)  # non-negative floats are ordered like their bits
+    bits = amax.view(torch.int32) & _ALL_BUT_SIGN  # non-negative floats are ordered like their bits; a NaN may be signed
     return out.scatter_reduce_(0, group.unsqueeze(1).expand_as(bits), bits, "amax").view(torch.float32)
 
 

@@ -5,6 +5,8 @@ Nothing here waits for the device unless `Groups.host` is asked for the sizes of
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 
@@ -38,22 +40,26 @@ class Groups:
     def known_to_host(self) -> bool:
         return self._host is not None
 
-    @property
+    @functools.cached_property
     def sizes(self) -> torch.Tensor:
         """int64 (E,) on the device."""
-        if self._device is None:
-            sizes = torch.tensor(self._host, dtype=torch.int64)
-            if self.device.type == "cuda":
-                sizes = sizes.pin_memory().to(self.device, non_blocking=True)
-            self._device = sizes
-        return self._device.long()
+        if self._device is not None:
+            return self._device.long()
+        sizes = torch.tensor(self._host, dtype=torch.int64)
+        if self.device.type == "cuda":
+            sizes = sizes.pin_memory().to(self.device, non_blocking=True)
+        return sizes
 
-    @property
+    @functools.cached_property
+    def ends(self) -> torch.Tensor:
+        """int64 (E,): where each group ends."""
+        return self.sizes.cumsum(0)
+
+    @functools.cached_property
     def of_row(self) -> torch.Tensor:
         """int64 (T,): the group of each row."""
-        ends = self.sizes.cumsum(0)
         rows = torch.arange(self.rows, device=self.device)
-        return torch.searchsorted(ends, rows, right=True).clamp_(max=self.num - 1)
+        return torch.searchsorted(self.ends, rows, right=True).clamp_(max=self.num - 1)
 
     def layout(self, align: int) -> Layout:
         """The rows with every group starting at a multiple of `align`."""
@@ -76,35 +82,45 @@ class Layout:
         else:
             most = groups.rows + groups.num * (align - 1)
             self.rows = groups.rows if align == 1 else -(-most // align) * align
-        self._ends = self._place = None
 
-    @property
+    @functools.cached_property
     def ends(self) -> torch.Tensor:
         """int32 (E,): where each group ends, its zeros included."""
-        if self._ends is None:
-            self._ends = self._padded().cumsum(0).to(torch.int32)
-        return self._ends
+        return self._padded_ends.to(torch.int32)
 
-    def _padded(self) -> torch.Tensor:
-        sizes = self.groups.sizes
-        return sizes if self.align == 1 else (sizes + (self.align - 1)) // self.align * self.align
+    @functools.cached_property
+    def _padded_ends(self) -> torch.Tensor:
+        if self.align == 1:
+            return self.groups.ends
+        return ((self.groups.sizes + (self.align - 1)) // self.align * self.align).cumsum(0)
 
-    @property
+    @functools.cached_property
+    def _shift(self) -> torch.Tensor:
+        """int64 (E,): how far each group is moved."""
+        moved = (self._padded_ends - self.groups.ends)[:-1]
+        return torch.nn.functional.pad(moved, (1, 0))
+
+    @functools.cached_property
     def place(self) -> torch.Tensor | None:
         """int64 (T,): the row that each row is moved to; None where all stay."""
         if self.align == 1:
             return None
-        if self._place is None:
-            sizes, padded = self.groups.sizes, self._padded()
-            shift = (padded.cumsum(0) - padded) - (sizes.cumsum(0) - sizes)
-            self._place = torch.arange(self.groups.rows, device=self.groups.device) + shift[self.groups.of_row]
-        return self._place
+        return torch.arange(self.groups.rows, device=self.groups.device) + self._shift[self.groups.of_row]
 
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, K) -> (rows, K)."""
         if self.place is None:
             return x
         return x.new_zeros(self.rows, x.shape[1]).index_copy_(0, self.place, x)
+
+    @functools.cached_property
+    def sources(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """int32 (rows,) each: which row of x a spread-out row is, -1 for none; and its group."""
+        rows = torch.arange(self.rows, device=self.groups.device)
+        group = torch.searchsorted(self._padded_ends, rows, right=True).clamp_(max=self.groups.num - 1)
+        source = rows - self._shift[group]
+        source = torch.where(source < self.groups.ends[group], source, -1)
+        return source.to(torch.int32), group.to(torch.int32)
 
     def starts(self) -> list[int]:
         """Where each group begins; see `Groups.host`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .formats import COLUMNWISE, ROWWISE, Format
+from .grouped_columns import row_scaled_columns
 from .groups import Layout
 from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
 from .storage import QuantizedStorage, cast, high_precision_storage
@@ -124,12 +125,9 @@ class GroupedColumns:
     @classmethod
     def make(cls, x: torch.Tensor, fmt: Format, layout: Layout, *, transposed: bool) -> GroupedColumns:
         """x (T, K). One launch for all groups."""
-        x = layout.spread(x)
         if fmt.family == "fp8_rowwise":
-            from .grouped_columns import row_scaled_columns
-
             return cls(row_scaled_columns(x, fmt, layout), layout)
-        return cls(cast(x, fmt, COLUMNWISE, transposed=transposed), layout)
+        return cls(cast(layout.spread(x), fmt, COLUMNWISE, transposed=transposed), layout)
 
     def piece(self, group: int) -> QuantizedStorage:
         """One group's payload, as a cast of its rows would make it."""

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import prepare_data  # noqa: E402
 from demo_lib import report  # noqa: E402
 from demo_lib.launch import Outcome, TrainingFailed, run_training  # noqa: E402
-from demo_lib.settings import DEFAULT_RECIPE, ROOT, Settings, load_model, training_run  # noqa: E402
+from demo_lib.settings import DEFAULT_RECIPE, MODEL_CONFIG, ROOT, Settings, load_model, training_run  # noqa: E402
 
 from megatron_hybrid.data.entropy import Entropies  # noqa: E402
 from megatron_hybrid.observe.plots import plot_losses  # noqa: E402
@@ -38,6 +38,9 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="%(prog)s [options] [-- flags of Megatron's or --hq-* ...]",
+    )
+    parser.add_argument(
+        "--model", type=Path, default=MODEL_CONFIG, metavar="FILE", help="Megatron's flags (default configs/models/gpt_demo.yaml)"
     )
     parser.add_argument("--recipe", default=DEFAULT_RECIPE, help="a recipe's name or file (default %(default)s)")
     parser.add_argument("--compare", action="store_true", help=f"also train with {REFERENCE_RECIPE}, compare and plot")
@@ -89,7 +92,7 @@ def choose_device(wanted: str) -> str:
 
     gpus = torch.cuda.device_count()
     if wanted == "gpu" and gpus < 2:
-        raise ValueError(f"--device gpu: the demo needs 2 GPUs (tensor parallel 2), found {gpus}")
+        raise ValueError(f"--device gpu: the demo needs 2 GPUs, found {gpus}")
     device = "gpu" if wanted == "gpu" or (wanted == "auto" and gpus >= 2) else "cpu"
     print(f"[demo] device: {device} (GPUs found: {gpus})")
     return device
@@ -100,7 +103,7 @@ def make_settings(args: argparse.Namespace, prefix: Path, key: str) -> Settings:
     return Settings(
         out=args.out, data_prefix=prefix, data_key=key, recipe=args.recipe, iterations=args.iterations,
         resumed=args.resume_iterations, seed=args.seed, device=choose_device(args.device),
-        disable_attention=args.disable_attention, extra=args.extra, model=load_model(), **chosen,
+        disable_attention=args.disable_attention, extra=args.extra, model=load_model(args.model), **chosen,
     )
 
 

@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from ..recipe import Recipe
 from ..recipe_callable import CallableRecipe, as_recipe
-from . import attention, checkpoint, driver
+from . import attention, checkpoint, dispatch, driver
 from .errors import UserError
 from .experts import HybridGroupedMLP, HybridGroupedParallelLinear
 from .layers import HybridColumnParallelLinear, HybridParallelLinear, HybridRowParallelLinear
@@ -182,6 +182,8 @@ class HybridLayerSpec:
         refuse_unsupported(config)
         recipe = with_bf16_edges(self.recipe, config)
         recipe.check_matches(enumerate_modules(config))
+        if recipe.dispatch == dispatch.QUANTIZED:
+            dispatch.refuse_unsupported(config)
         return recipe
 
     def __call__(self, model_config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
@@ -191,7 +193,13 @@ class HybridLayerSpec:
         checkpoint.record_in_run(recipe)
         parts = choose(config, self.fused)
         hooks = model_config.pre_wrap_hooks  # in this order: the driver finds the output layer quantized
-        for hook in (_quantize_output_layer if recipe.lm_head else None, driver.attach_in_run, parts.fuse_loss):
+        wanted = (
+            _quantize_output_layer if recipe.lm_head else None,
+            dispatch.adopt if recipe.dispatch == dispatch.QUANTIZED else None,
+            driver.attach_in_run,
+            parts.fuse_loss,
+        )
+        for hook in wanted:
             if hook is not None and hook not in hooks:
                 hooks.append(hook)
         layers = _layers(config, vp_stage, functools.partial(layer_spec, attention_zeroed=self.attention_zeroed, parts=parts))

@@ -202,3 +202,36 @@ def check_names_and_roles_of_experts():
         plans = plan_model(Recipe.load("mxfp8"), model.module.config, "cpu")
         assert "decoder.layers.1.mlp.experts.linear_fc1 experts 0:4" in plans
         assert "decoder.layers.1.mlp.shared_experts.linear_fc2" in plans and "decoder.layers.0.mlp.linear_fc1" in plans
+
+
+def check_tokens_travel_quantized():
+    """The same bits as with casts after the dispatch, and on the wire exactly the rows' codes and scales."""
+    results = []
+    for travels in ("high_precision", "quantized"):
+        parallel(ep=2)
+        recipe = Recipe.from_dict({**Recipe.load(ROWSCALED).to_dict(), "dispatch": travels})
+        model = moe(recipe, num_layers=1)
+        driver.attach([model.module], seed=1).controller.begin_step(1)
+        loss = losses(model)
+        loss.sum().backward()
+        results.append([loss, *(p.grad for p in model.parameters())])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    sent = moe_layers(model)[0].token_dispatcher.sent
+    rows = 2 * loss.numel()  # every token goes to two experts
+    assert sent == {"quantized": rows * (H // 2 + H // 16 + 4), "high_precision": rows * 2 * H}
+
+
+def check_a_recipe_whose_columns_need_the_original_cannot_travel_quantized():
+    parallel(ep=2)
+    recipe = Recipe.from_dict({**Recipe.load("mxfp8").to_dict(), "dispatch": "quantized"})
+    for changes, words in (
+        ({}, "decoder.layers.0.mlp.experts.linear_fc1, expert"),
+        ({"moe_token_dispatcher_type": "allgather"}, "alltoall"),
+        ({"grouped": False}, "--moe-grouped-gemm"),
+    ):
+        try:
+            moe(recipe, **changes)
+        except ValueError as error:
+            assert words in str(error) and "dispatch: quantized" in str(error), error
+        else:
+            raise AssertionError(f"{changes}: no error")

@@ -47,3 +47,14 @@ def test_without_attention_the_bigram_line_is_not_passed(tmp_path, data):
     assert passed == {"bf16 ran through": True, "learned from context": False}
     loss = summary["runs"][0]["valid_loss"]
     assert summary["bigram_entropy"] <= loss < summary["unigram_entropy"], "it learned which byte follows which"
+
+
+def test_the_mixture_of_experts_demo_passes_in_two_thirds_of_its_length(tmp_path, data):
+    """Two expert-parallel ranks, experts in row-scaled NVFP4: below the same line."""
+    recipe = "nvfp4_rowscaled_fprop_mxfp8_bwd"
+    model = str(ROOT / "configs" / "models" / "moe_demo.yaml")
+    flags = ("--model", model, "--recipe", recipe, "--iterations", "110", "--resume-iterations", "0")
+    code, summary, output = demo(tmp_path, data, *flags)
+    assert code == 0 and summary["passed"], output
+    log = (tmp_path / recipe / "log.txt").read_text()
+    assert "16 of 17 linears quantized" in log  # of each layer: two of attention, two of all experts

@@ -5,8 +5,12 @@ All runs are forks of one launch of four CPU ranks.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from mcore_cases import ITERATIONS, MOCK, MODEL, SCRIPT, TP2, Case, metrics, run_cases
+
+import megatron_hybrid as mh
 
 pytestmark = pytest.mark.dist
 
@@ -63,6 +67,7 @@ CASES = [
     run("delayed_grouped", *EP2, "--load", "{folder}/delayed", "--ckpt-step", str(MIDDLE), FULLY, recipe="fp8_delayed"),
     run("dropped", *EP2, "--moe-expert-capacity-factor", "1.0"),
     run("padded", *EP2, "--moe-expert-capacity-factor", "1.0", "--moe-pad-expert-input-to-capacity"),
+    run("travelling", *EP2, recipe="{folder}/travelling.yaml"),
     run("recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe"),
     run("act_recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
     run("top1", *EP2, "--moe-router-topk", "1", "--moe-router-pre-softmax"),
@@ -74,6 +79,8 @@ CASES = [
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moe")
     (folder / "mixed.yaml").write_text(MIXED_EXPERTS)
+    travelling = {**mh.Recipe.load(RECIPE).to_dict(), "name": "travelling", "dispatch": "quantized"}
+    (folder / "travelling.yaml").write_text(json.dumps(travelling))
     return folder, run_cases(CASES, folder, timeout=600, ranks=4)
 
 
@@ -106,8 +113,8 @@ def test_fifty_steps_are_finite_and_fall(runs, name):
     "name, original",
     [
         *((f"{name}_resumed", name) for name in ("long", "ep2", "shared")),
-        # neither dispatchers nor recomputation change a bit, nor does padding to capacity
-        *((name, "ep2") for name in ("ep2_gathered", "recomputed", "act_recomputed")),
+        # neither dispatchers, quantized or not, nor recomputation change a bit, nor does padding to capacity
+        *((name, "ep2") for name in ("ep2_gathered", "recomputed", "act_recomputed", "travelling")),
         ("padded", "dropped"),
     ],
 )

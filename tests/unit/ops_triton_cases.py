@@ -15,6 +15,8 @@ import traceback
 
 import torch
 
+from megatron_hybrid import grouped_columns, parse_format
+from megatron_hybrid.groups import Groups
 from megatron_hybrid.ops_triton import cross_entropy, norm, rotary, sums, swiglu
 
 U32 = 2.0**-24
@@ -208,6 +210,23 @@ def check_cross_entropy(device):
             assert "modified by an inplace operation" in str(err), err
         else:
             raise AssertionError("a second backward over overwritten logits was not refused")
+
+
+def check_row_scaled_columns_of_groups(device):
+    """The bytes of the torch operations, which are the kernels': ragged and empty groups, NaN, Inf, zeros."""
+    splits = [33, 0, 16, 70]
+    x = randn(sum(splits), 300, seed=5, device=device)
+    x *= torch.logspace(-6, 6, 300, device=device).to(BF16)
+    x[40, 3], x[41, 4], x[2, 5], x[3, 6], x[:, 7] = float("nan"), float("inf"), float("-inf"), -float("nan"), 0
+    sizes = splits if device == "cpu" else torch.tensor(splits, device=device)
+    for name in ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2:pow2"):
+        fmt = parse_format(name)
+        layout = Groups(sizes, 4, sum(splits), torch.device(device)).layout(16)
+        found = grouped_columns.with_triton(x, fmt, layout)
+        expected = grouped_columns.with_torch(x, fmt, layout)
+        ends = layout.ends[-1]
+        assert torch.equal(found.scale, expected.scale)
+        assert torch.equal(found.qdata[:, :ends], expected.qdata[:, :ends]), (found.qdata != expected.qdata).sum()
 
 
 def check_results_repeat(device):

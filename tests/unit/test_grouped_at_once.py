@@ -136,9 +136,10 @@ def test_row_scaled_columns_are_the_kernels_bytes(fmt, align):
     x[40, 3], x[41, 4], x[2, 5], x[3, 5] = float("nan"), float("inf"), float("-inf"), -float("nan")
     x[:, 6] = 0
     x[:, 7] *= 1e-38
+    x[3, 8] = -float("nan")
     groups, fmt = Groups(splits, 4, 56, torch.device("cpu")), mh.parse_format(fmt)
     layout = groups.layout(align)
-    payload = row_scaled_columns(layout.spread(x), fmt, layout)
+    payload = row_scaled_columns(x, fmt, layout)
     assert payload.scale.shape == (4, 32)
     for group, part in enumerate(x.split(splits)):
         expected = mh.HybridQuantizer(columnwise=fmt).quantize(part).columnwise

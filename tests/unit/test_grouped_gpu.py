@@ -25,13 +25,14 @@ RECIPES = {
 }
 BACKEND = {"fp8_rowwise": "scaled_grouped_mm", "fast": "scaled_grouped_mm"}
 U = 2.0**-8  # bf16's unit roundoff
-FAST_U = 2.0**-13  # sums of fast accumulation keep about 14 bits
+CUT = 34 * 2.0**-13  # what adding 32 FP8 products to a running sum may lose, of the largest of them (test_gemm_gpu.py)
 
 
-def grouped(name, *, one_by_one=False, shape=(N, K), bias=False):
+def grouped(name, *, one_by_one=False, shape=(N, K), bias=False, backend=None):
     torch.manual_seed(1)
-    m = mh.HybridGroupedLinear(EXPERTS, shape[1], shape[0], bias, recipe=RECIPES[name], name="fc1", dtype=torch.bfloat16)
-    m = m.to(CUDA)
+    m = mh.HybridGroupedLinear(
+        EXPERTS, shape[1], shape[0], bias, recipe=RECIPES[name], name="fc1", backend=backend, dtype=torch.bfloat16
+    ).to(CUDA)
     mh.prepare(m, seed=3).begin_step(1)
     m.hq.one_by_one = one_by_one
     return m
@@ -41,13 +42,25 @@ def data(rows, shape=(N, K)):
     return randn(rows, shape[1], seed=0).to(CUDA), randn(rows, shape[0], seed=1).to(CUDA)
 
 
-def near(name, found, expected, what):
-    """Two roundings to bf16 against one; sums of FP8 products in FP32, or in fewer bits where that was asked for."""
-    expected = expected.float()
-    sums = FAST_U if name == "fast" else 1e-5
-    bound = 3 * U * expected.abs() + sums * 8 * expected.abs().max()
-    wrong = (found.float() - expected).abs() > bound
-    assert not wrong.any(), f"{what}: {int(wrong.sum())} of {wrong.numel()} off, worst {(found.float() - expected).abs().max()}"
+def near(name, found, x, dy, splits, shape=(N, K), bias=False):
+    """Within the bound of the exact products of the same codes: two roundings to bf16, sums in FP32, or as the FP8
+    tensor cores cut them: at every 32 products, of a running sum that `full` accumulation starts anew every 128."""
+    exact = gradients(reference(name, shape, bias), x, dy, splits)
+    sizes = gradients(reference(name, shape, bias, absolute=True), x.abs(), dy.abs(), splits)
+    contractions = {"y": shape[1], "dx": shape[0], "dw": max(splits), "db": max(splits)}
+    for (what, contraction), f, e, size in zip(contractions.items(), found, exact, sizes):
+        steps = 4 if name != "fast" else -(-contraction // 32)
+        lost = steps * CUT if name in BACKEND and what != "db" else 2.0**-20
+        bound = 3 * U * e.abs().float() + lost * 1.1 * size.float()
+        off = (f.float() - e.float()).abs()
+        assert (off <= bound).all(), f"{what}: {int((off > bound).sum())} of {off.numel()} off, worst {float(off.max())}"
+
+
+def reference(name, shape, bias, absolute=False):
+    m = grouped(name, one_by_one=True, shape=shape, bias=bias, backend="reference")
+    if absolute:
+        m.weight.data.abs_()
+    return m
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -55,13 +68,12 @@ def near(name, found, expected, what):
 @pytest.mark.parametrize("on_device", [False, True])
 def test_c04_c06_equals_the_loop_within_roundings(name, splits, on_device):
     x, dy = data(sum(splits))
-    m, loop = grouped(name), grouped(name, one_by_one=True)
+    m = grouped(name)
     assert isinstance(m.how, GroupedPlan) and m.how.fprop.name == m.how.wgrad.name == BACKEND.get(name, "grouped_mm")
     sizes = torch.tensor(splits, dtype=torch.int32, device=CUDA) if on_device else splits
     poison()
     found = gradients(m, x, dy, sizes)
-    for what, f, e in zip(("y", "dx", "dw"), found, gradients(loop, x, dy, splits), strict=True):
-        near(name, f, e, what)
+    near(name, found, x, dy, splits)
     assert all((found[2][e] == 0).all() for e in range(EXPERTS) if splits[e] == 0)
 
 
@@ -84,9 +96,7 @@ def test_c17_shapes(shape):
     splits = [128, 0, 40, 88]
     x, dy = data(256, shape)
     for name in ("fp8_rowwise", "mxfp8"):
-        m, loop = grouped(name, shape=shape), grouped(name, shape=shape, one_by_one=True)
-        for what, f, e in zip(("y", "dx", "dw"), gradients(m, x, dy, splits), gradients(loop, x, dy, splits), strict=True):
-            near(name, f, e, what)
+        near(name, gradients(grouped(name, shape=shape), x, dy, splits), x, dy, splits, shape)
 
 
 @pytest.mark.parametrize("fmt", ["fp8_rowwise_e4m3", "fp8_rowwise_e4m3:pow2"])
@@ -96,7 +106,7 @@ def test_row_scaled_columns_are_the_cpu_s_bytes(fmt):
     x[40, 3], x[41, 4], x[2, 5], x[:, 6] = float("nan"), float("inf"), -float("nan"), 0
     fmt, sizes = mh.parse_format(fmt), torch.tensor(splits, dtype=torch.int32, device=CUDA)
     layout = Groups(sizes, 4, 56, torch.device(CUDA)).layout(16)
-    payload = row_scaled_columns(layout.spread(x.to(CUDA)), fmt, layout)
+    payload = row_scaled_columns(x.to(CUDA), fmt, layout)
     for group, part in enumerate(x.split(splits)):
         expected = mh.HybridQuantizer(columnwise=fmt).quantize(part).columnwise
         found = GroupedColumns(payload, layout).piece(group)
@@ -147,14 +157,12 @@ def test_main_grad_on_the_gpu():
     x, dy = data(72)
     m(x, [44, 20, 0, 8]).backward(dy)
     assert m.weight.grad_added_to_main_grad and (m.weight.main_grad[2] == 1).all()
-    loop = grouped("fp8_rowwise", one_by_one=True)
-    near("fp8_rowwise", m.weight.main_grad - 1, gradients(loop, x, dy, [44, 20, 0, 8])[2], "dw")
+    dw = gradients(grouped("fp8_rowwise"), x, dy, [44, 20, 0, 8])[2]
+    assert torch.equal(m.weight.main_grad, dw.float() + 1)
 
 
 def test_bias_gradients_with_sizes_on_the_device():
     splits = [44, 20, 0, 8]
     x, dy = data(72)
-    m, loop = grouped("mxfp8", bias=True), grouped("mxfp8", bias=True, one_by_one=True)
-    found = gradients(m, x, dy, torch.tensor(splits, device=CUDA))
-    for what, f, e in zip(("y", "dx", "dw", "db"), found, gradients(loop, x, dy, splits), strict=True):
-        near("mxfp8", f, e, what)
+    found = gradients(grouped("mxfp8", bias=True), x, dy, torch.tensor(splits, device=CUDA))
+    near("mxfp8", found, x, dy, splits, bias=True)

@@ -1,0 +1,174 @@
+"""Tokens that travel to their experts quantized: payload and scales in the all-to-all, cast before it.
+
+For input formats whose scales do not span rows, a row's bytes are the same before and after the dispatch. Columns are
+made from the rows where the experts are, so the recipe must derive them (``columnwise_source: rowwise_dequantized``).
+Gradients travel back in high precision.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import all_to_all
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+from ..grouped_at_once import why_not
+from ..linear import LOCAL, LinearCall
+from ..plan import INPUT, GemmPlan, PlanError
+from ..storage import QuantizedStorage
+from ..tensor import HybridTensor, payload
+from .errors import UserError
+from .experts import HybridGroupedMLP
+
+QUANTIZED = "quantized"
+
+
+def refuse_unsupported(config) -> None:
+    """Raise `UserError` for what a quantized dispatch cannot do."""
+    reasons = {
+        "the recipe says `dispatch: quantized`, but there are no experts": config.num_moe_experts is None,
+        "`dispatch: quantized` needs --moe-grouped-gemm": not config.moe_grouped_gemm,
+        "`dispatch: quantized` needs --moe-token-dispatcher-type alltoall": config.moe_token_dispatcher_type != "alltoall",
+        "`dispatch: quantized` beside --moe-shared-expert-overlap is not supported": config.moe_shared_expert_overlap,
+        "`dispatch: quantized` beside --moe-apply-probs-on-input is not supported": config.moe_apply_probs_on_input,
+        "`dispatch: quantized` needs --expert-tensor-parallel-size 1": (config.expert_tensor_parallel_size or 1) > 1,
+    }
+    for why, asked in reasons.items():
+        if asked:
+            raise UserError(f"{why}; change it, or the recipe")
+
+
+def adopt(model: list) -> list:
+    """Hook before the model is wrapped: the dispatchers of its mixtures of experts become ours.
+
+    Raises `PlanError` naming the module whose input cannot be quantized before it is dispatched.
+    """
+    for chunk in model:
+        for layer in chunk.modules():
+            if isinstance(layer, MoELayer) and isinstance(layer.experts, HybridGroupedMLP):
+                QuantizedDispatcher.adopt(layer.token_dispatcher, layer.experts.linear_fc1)
+    return model
+
+
+def check(plans: list[GemmPlan], shape: tuple[int, int]) -> None:
+    """Raise `PlanError` unless one cast before the dispatch gives what every expert's own would."""
+    first = plans[0]
+    quantizer, why = first.quantizers[INPUT], why_not(plans, shape)
+    if why is None and not quantizer.rowwise.is_quantized:
+        why = f"its input is {quantizer.rowwise} in fprop"
+    elif why is None and quantizer.rowwise.sr:
+        why = f"its input is {quantizer.rowwise}, whose random bits follow rows"
+    elif why is None and not quantizer.derives_columnwise:
+        why = "its input's columns are cast from the original; give `columnwise_source: {input: rowwise_dequantized}`"
+    if why is not None:
+        raise PlanError(f"{first.label}: the recipe says `dispatch: quantized`, but {why}")
+
+
+class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
+    """linear: the experts' first linear, whose input the tokens are. sent: bytes handed to the all-to-all so far, and
+    what they would have been in high precision."""
+
+    @classmethod
+    def adopt(cls, dispatcher: MoEAlltoAllTokenDispatcher, linear) -> None:
+        shape = tuple(linear.weight.shape[1:])
+        for step in (None, *linear.hq[0].recipe.change_steps()):
+            check([r.build(r.recipe, linear.weight.device, step) for r in linear.hq], shape)
+        dispatcher.__class__ = cls
+        dispatcher.__dict__["linear"] = linear
+        dispatcher.sent = Counter()
+
+    def token_dispatch(self, permutated_local_input_tokens, permuted_probs):
+        """Tokens (t, H) and probabilities (t,) of this rank -> `HybridTensor` (T, H) and (T,) for this rank's experts."""
+        tokens, linear = permutated_local_input_tokens, self.linear
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
+        splits = self.output_splits, self.input_splits
+        call = linear.hq[0].call(linear.weight.device, LOCAL, training=linear.training)
+        travelled = _Dispatch.apply(tokens, call, self.ep_group, splits, self.sent)
+        return travelled, all_to_all(self.ep_group, permuted_probs, *splits)
+
+    def dispatch_postprocess(self, global_input_tokens, global_probs):
+        """Sorted by expert: tokens, rows of each expert, probabilities."""
+        self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_permutation_2", self.tokens_per_expert)
+        tokens, probs = global_input_tokens, global_probs
+        if self.num_local_experts > 1:
+            order = self._order(tokens.shape[0], probs.device)
+            tokens, probs = _Sort.apply(tokens, order), probs[order]
+        sizes = self._maybe_dtoh_and_synchronize("before_finish", self.tokens_per_expert)
+        self.tokens_per_expert = None
+        return tokens, sizes, probs
+
+    def _order(self, rows: int, device) -> torch.Tensor:
+        """int64 (T,): which received row stands where, sorted by expert and then by the rank it came from."""
+        at = torch.arange(rows, device=device)
+        if self.drop_and_pad:
+            return at.view(-1, self.num_local_experts, self.capacity).transpose(0, 1).flatten()
+        chunks = at.split(self.num_global_tokens_per_local_expert.ravel().tolist())
+        return torch.cat([chunks[i] for i in self.sort_input_by_local_experts.tolist()])
+
+
+def pack(s: QuantizedStorage) -> torch.Tensor:
+    """A rowwise payload's rows, codes and scales side by side: uint8 (M, bytes a row)."""
+    return torch.cat([t.contiguous().view(torch.uint8).view(s.shape[0], -1) for t in s.buffers().values()], dim=1)
+
+
+def unpack(packed: torch.Tensor, like: QuantizedStorage) -> QuantizedStorage:
+    """The payload of packed rows; `like` gives format, columns and layout."""
+    made = QuantizedStorage.empty(
+        like.format, like.direction, (packed.shape[0], like.shape[1]), like.dtype, "meta", transposed=like.transposed
+    )
+    buffers, start = {}, 0
+    for name, t in made.buffers().items():
+        width = t.shape[1] * t.element_size()
+        buffers[name] = packed[:, start : start + width].contiguous().view(t.dtype)
+        start += width
+    return made.with_buffers(buffers)
+
+
+class _Dispatch(torch.autograd.Function):
+    """Cast, then all-to-all of the rows' bytes; the gradient travels back as it is."""
+
+    @staticmethod
+    def forward(ctx, x, call: LinearCall, group, splits, sent: Counter):
+        ctx.group, ctx.splits = group, splits
+        row, _ = call.quantize(INPUT, x, rowwise=True)
+        packed = pack(row)
+        sent["quantized"] += packed.nbytes
+        sent["high_precision"] += x.nbytes
+        received = _exchange(packed, group, *splits)
+        row = row if received is packed else unpack(received, row)
+        return HybridTensor.from_storages(row, None, row.shape, x.dtype, call.plan.quantizers[INPUT])
+
+    @staticmethod
+    def backward(ctx, dy):
+        received, sent = ctx.splits
+        return _exchange(dy.contiguous(), ctx.group, sent, received), None, None, None, None
+
+
+def _exchange(x: torch.Tensor, group, received, sent) -> torch.Tensor:
+    """All-to-all of rows; `received`, `sent`: how many from and to each rank, None for the same everywhere."""
+    if group.size() == 1:
+        return x
+    rows = x.shape[0] if received is None else sum(received)
+    out = x.new_empty(rows, x.shape[1])
+    dist.all_to_all_single(out, x, output_split_sizes=received, input_split_sizes=sent, group=group)
+    return out
+
+
+class _Sort(torch.autograd.Function):
+    """Rows of a quantized tensor in another order."""
+
+    @staticmethod
+    def forward(ctx, x: HybridTensor, order):
+        ctx.save_for_backward(order)
+        row = payload(x, "rowwise")
+        row = replace(row, **{name: t[order] for name, t in row.buffers().items()})
+        return HybridTensor.from_storages(row, None, x.shape, x.dtype, x.quantizer)
+
+    @staticmethod
+    def backward(ctx, dy):
+        (order,) = ctx.saved_tensors
+        return torch.empty_like(dy).index_copy_(0, order, dy), None

@@ -1,0 +1,241 @@
+"""Grouped linear, forward and backward, against `torch._grouped_mm` in bf16 (goal P8), and its host time (P9).
+
+    python scripts/bench_grouped.py [--experts 128 --k 2048 --n 1536 --tokens 32768] [--recipe fp8_rowwise ...] [--json OUT]
+
+Uneven groups, some of them empty, whose sizes only the device knows. Weights quantized before (their cache is kept) and
+not (cast in every step). All subjects take turns in every round on inputs larger than the L2. Checked: no wait for the
+device, and results against the loop over experts. Without a GPU it runs on the CPU, for trying the script: give small
+sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+import torch
+
+import megatron_hybrid as mh
+from megatron_hybrid.explain import Table
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+RECIPES = ["bf16", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4_rowscaled_fprop_mxfp8_bwd"]
+GOAL = {"fp8_rowwise": 1.05, "fp8_block": 1.05}  # times as fast as torch, weights quantized before
+DATA_SETS = 3
+U = 2.0**-8  # bf16's unit roundoff
+_SPIN = 20_000_000  # clock cycles, about 11 ms: the host runs ahead of the device
+KINDS = (("gemms", r"gemm|nvjet|cutlass|xmma|splitk|cublas|grouped"), ("casts", r"mh::"), ("other", r""))
+
+
+@dataclass
+class Subject:
+    """One way to run the linear. run(x, dy) -> (y, dx, dw)."""
+
+    name: str
+    run: object
+    how: str = ""
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, size in {"experts": 128, "k": 2048, "n": 1536, "tokens": 32768, "repeat": 15}.items():
+        parser.add_argument(f"--{name}", type=int, default=size, help="(default %(default)s)")
+    parser.add_argument("--recipe", nargs="+", default=RECIPES, help="names or paths (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="device time of one step by kind of kernel")
+    parser.add_argument("--json", help="write rows, card, versions and commit here")
+    parser.add_argument("--commit", help="what to record as the commit where there is no git checkout")
+    return parser.parse_args()
+
+
+def splits_of(tokens: int, experts: int) -> list[int]:
+    """Uneven groups, every eighth empty."""
+    weights = torch.rand(experts, generator=torch.Generator().manual_seed(0)) + 0.1
+    weights[3::8] = 0
+    sizes = (weights / weights.sum() * tokens).long()
+    sizes[0] += tokens - sizes.sum()
+    return sizes.tolist()
+
+
+def torch_subject(weight: torch.Tensor, ends: torch.Tensor) -> Subject:
+    w = weight.detach().clone().requires_grad_()
+
+    def run(x, dy):
+        w.grad = None
+        x = x.detach().requires_grad_()
+        y = torch._grouped_mm(x, w.transpose(1, 2), offs=ends)
+        y.backward(dy)
+        return y.detach(), x.grad, w.grad
+
+    return Subject("torch bf16", run)
+
+
+def our_subject(args, recipe: str, weight, sizes, *, cached: bool, one_by_one=False) -> Subject:
+    module = mh.HybridGroupedLinear(
+        args.experts, args.k, args.n, recipe=recipe, name="decoder.layers.0.mlp.experts.linear_fc1",
+        layer=1, num_layers=4, device=DEVICE, dtype=torch.bfloat16,
+    )  # fmt: skip
+    module.weight.data.copy_(weight)
+    module.hq.one_by_one = one_by_one
+    controller = mh.prepare(module, num_microbatches=1)
+    controller.begin_step(1)
+
+    def run(x, dy):
+        module.weight.grad = None
+        if not cached:
+            controller.invalidate()
+        x = x.detach().requires_grad_()
+        y = module(x, sizes)
+        y.backward(dy)
+        return y.detach(), x.grad, module.weight.grad
+
+    return Subject(f"{recipe}{'' if cached else ', weight cast inside'}", run, str(module.how))
+
+
+def timed(subjects: list[Subject], data, rounds: int) -> dict[str, tuple[list[float], list[float]]]:
+    """(device us, host us) of each round, all in turn."""
+    found = {s.name: ([], []) for s in subjects}
+    for r in range(rounds):
+        turn = r % len(subjects)
+        for subject in subjects[turn:] + subjects[:turn]:
+            device, host = found[subject.name]
+            if ON_GPU:
+                torch.cuda.synchronize()
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                torch.cuda._sleep(_SPIN)
+                start.record()
+            began = time.perf_counter()
+            subject.run(*data[r % len(data)])
+            host.append((time.perf_counter() - began) * 1e6)
+            if ON_GPU:
+                end.record()
+                torch.cuda.synchronize()
+                device.append(start.elapsed_time(end) * 1e3)
+            else:
+                device.append(host[-1])
+    return found
+
+
+def waits(subject: Subject, data) -> bool:
+    """Whether it waits for the device."""
+    if not ON_GPU:
+        return False
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        subject.run(*data[0])
+    except RuntimeError as error:
+        if "synchroniz" not in str(error):
+            raise
+        return True
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return False
+
+
+def worst(found, expected) -> float:
+    """The largest difference in units of what two roundings to bf16 and sums in another order may make."""
+    ratios = []
+    for f, e in zip(found, expected):
+        e = e.float()
+        ratios.append(float(((f.float() - e).abs() / (3 * U * e.abs() + 1e-4 * e.abs().max() + 1e-30)).max()))
+    return max(ratios)
+
+
+def profile(subject: Subject, data) -> dict[str, float]:
+    subject.run(*data[0])
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        subject.run(*data[0])
+        torch.cuda.synchronize()
+    kinds, longest = Counter(), Counter()
+    for event in recorded.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            us = event.time_range.elapsed_us()
+            kinds[next(kind for kind, pattern in KINDS if re.search(pattern, event.name, re.I))] += us
+            longest[event.name[:70]] += us
+    return {"kinds": dict(kinds), "longest": longest.most_common(8)}
+
+
+def bench(args) -> list[dict]:
+    splits = splits_of(args.tokens, args.experts)
+    sizes = torch.tensor(splits, dtype=torch.int32, device=DEVICE)
+    ends = sizes.cumsum(0).to(torch.int32)
+    g = torch.Generator().manual_seed(1)
+    weight = (torch.randn(args.experts, args.n, args.k, generator=g) * args.k**-0.5).bfloat16().to(DEVICE)
+    data = [
+        (torch.randn(args.tokens, args.k, generator=g).bfloat16().to(DEVICE),
+         torch.randn(args.tokens, args.n, generator=g).bfloat16().to(DEVICE))
+        for _ in range(DATA_SETS)
+    ]  # fmt: skip
+    subjects, rows = [torch_subject(weight, ends)], []
+    for recipe in args.recipe:
+        subjects += [our_subject(args, recipe, weight, sizes, cached=cached) for cached in ((True, False))]
+    for subject in subjects:
+        row = {"what": subject.name, "how": subject.how}
+        recipe = subject.name.removesuffix(", weight cast inside")
+        if recipe in args.recipe:
+            loop = our_subject(args, recipe, weight, splits, cached=True, one_by_one=True)
+            row["worst"] = worst(subject.run(*data[0]), loop.run(*data[0]))
+            del loop
+        row["waits"] = waits(subject, data)
+        rows.append(row)
+    timed(subjects, data, 2)
+    for row, (device, host) in zip(rows, timed(subjects, data, args.repeat).values()):
+        row |= {"us": sorted(device)[len(device) // 2], "least": min(device), "host_us": sorted(host)[len(host) // 2]}
+    for row, subject in zip(rows, subjects):
+        row["speedup"] = rows[0]["us"] / row["us"]
+        row["goal"] = GOAL.get(row["what"])
+        if args.profile and ON_GPU:
+            row["profile"] = profile(subject, data)
+    return rows
+
+
+def versions(args) -> dict:
+    commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "card": torch.cuda.get_device_name() if ON_GPU else "CPU", "torch": torch.__version__, "cuda": torch.version.cuda,
+        "date": datetime.date.today().isoformat(), "commit": commit, "command": " ".join(sys.argv),
+    }  # fmt: skip
+
+
+def write(args, **content) -> None:
+    if args.json:
+        with open(args.json, "w") as file:
+            json.dump({**versions(args), **content}, file, indent=1)
+
+
+def show(rows: list[dict]) -> None:
+    cells = [
+        (r["what"], f"{r['us']:.0f}", f"{r['speedup']:.2f}x",
+         "" if r["goal"] is None else "met" if r["speedup"] >= r["goal"] else f"missed ({r['goal']}x)",
+         f"{r['host_us']:.0f}", "yes" if r["waits"] else "no", f"{r['worst']:.2f}" if "worst" in r else "", r["how"])
+        for r in rows
+    ]  # fmt: skip
+    header = ("what", "us", "against torch", "goal", "host us", "waits", "off", "how")
+    print(Table(header, tuple(cells), (f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}",)))
+    for row in rows:
+        if "profile" in row:
+            kinds = ", ".join(f"{k} {v:.0f}" for k, v in sorted(row["profile"]["kinds"].items(), key=lambda kv: -kv[1]))
+            print(f"{row['what']}: {kinds}")
+            for name, us in row["profile"]["longest"]:
+                print(f"    {us:7.0f} us {name}")
+
+
+def main() -> int:
+    args = parse_args()
+    rows = bench(args)
+    show(rows)
+    write(args, results=rows, sizes={k: getattr(args, k) for k in ("experts", "k", "n", "tokens")})
+    return int(any(row.get("worst", 0) > 1 for row in rows))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
