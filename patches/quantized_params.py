@@ -14,6 +14,7 @@ from .framework import MISSING, Change, Patch, value
 
 _FP8, _BUFFERS = "megatron.core.fp8_utils", "megatron.core.distributed.param_and_grad_buffer"
 _GROUP = f"{_BUFFERS}:_ParamAndGradBucketGroup"
+_CHECKPOINTS = "megatron.core.dist_checkpointing.serialization"
 _OPTIMIZER = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
@@ -66,6 +67,8 @@ PATCH = Patch(
         Change(f"{_OPTIMIZER}._copy_main_params_to_model_params", param_sync.around_copy_to_model),
         Change(f"{_OPTIMIZER}._copy_model_params_to_main_params", param_sync.around_copy_to_main),
         Change(f"{_OPTIMIZER}.load_state_dict", param_sync.around_load),
+        Change(f"{_CHECKPOINTS}:save_preprocess", param_sync.around_preprocess),
+        Change(f"{_CHECKPOINTS}:load_preprocess", param_sync.around_preprocess),
     ),
     versions=">=0.19.2,<0.20",
     why="quantized parameters are Transformer Engine's classes there, with one byte an element in one buffer and no "

@@ -234,3 +234,16 @@ def around_copy_to_main(original):
             _release(group.params)
 
     return _copy_model_params_to_main_params
+
+
+def around_preprocess(original):
+    """Saves and loads of distributed checkpoints see plain tensors in the place of quantized weights."""
+
+    @functools.wraps(original)
+    def preprocess(sharded_state_dict, *args, **kwargs):
+        from megatron.core.dist_checkpointing.utils import force_all_tensors_to_non_fp8
+
+        force_all_tensors_to_non_fp8(sharded_state_dict)
+        return original(sharded_state_dict, *args, **kwargs)
+
+    return preprocess
