@@ -49,6 +49,7 @@ def parse_args() -> argparse.Namespace:
     for name, size in {"experts": 128, "k": 2048, "n": 1536, "tokens": 32768, "repeat": 15}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="(default %(default)s)")
     parser.add_argument("--recipe", nargs="+", default=RECIPES, help="names or paths (default: %(default)s)")
+    parser.add_argument("--gemms", action="store_true", help="the library's grouped GEMMs alone, by accumulation")
     parser.add_argument("--profile", action="store_true", help="device time of one step by kind of kernel")
     parser.add_argument("--json", help="write rows, card, versions and commit here")
     parser.add_argument("--commit", help="what to record as the commit where there is no git checkout")
@@ -198,6 +199,42 @@ def bench(args) -> list[dict]:
     return rows
 
 
+def gemms_alone(args) -> list[dict]:
+    """Device us of the library's three grouped GEMMs, equal groups: bf16, row-scaled FP8 with either accumulation."""
+    E, T, K, N = args.experts, args.tokens // args.experts * args.experts, args.k, args.n
+    ends = torch.full((E,), T // E, device=DEVICE).cumsum(0).to(torch.int32)
+
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device=DEVICE).to(dtype)
+
+    x, dy, w = random(T, K), random(T, N), random(E, N, K)
+    made = {"bf16": (
+        lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=ends),
+        lambda: torch._grouped_mm(dy, w, offs=ends),
+        lambda: torch._grouped_mm(dy.T, x, offs=ends),
+    )}  # fmt: skip
+    q = {name: random(*shape, dtype=torch.float8_e4m3fn) for name, shape in
+         {"x": (T, K), "dy": (T, N), "w": (E, N, K), "wt": (E, K, N), "xc": (K, T), "dyc": (N, T)}.items()}  # fmt: skip
+    s = {name: torch.ones(*shape, device=DEVICE) for name, shape in
+         {"rows": (T,), "n": (E, N), "k": (E, K)}.items()}  # fmt: skip
+    for fast in (True, False):
+        def run(a, b, scale_a, scale_b, fast=fast):
+            return lambda: torch._scaled_grouped_mm(
+                a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
+
+        made[f"fp8 row, {'fast' if fast else 'full'}"] = (
+            run(q["x"], q["w"].transpose(1, 2), s["rows"], s["n"]),
+            run(q["dy"], q["wt"].transpose(1, 2), s["rows"], s["k"]),
+            run(q["dyc"], q["xc"].T, s["n"].reshape(-1), s["k"].reshape(-1)),
+        )
+    subjects = [Subject(f"{name} {gemm}", lambda x, dy, run=run: run()) for name, runs in made.items()
+                for gemm, run in zip(("fprop", "dgrad", "wgrad"), runs)]  # fmt: skip
+    timed(subjects, [(None, None)], 2)
+    return [{"what": name, "us": sorted(device)[len(device) // 2], "TFLOP/s": 2 * T * K * N / min(device) / 1e6}
+            for name, (device, _) in timed(subjects, [(None, None)], args.repeat).items()]  # fmt: skip
+
+
 def versions(args) -> dict:
     commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
     return {
@@ -231,6 +268,11 @@ def show(rows: list[dict]) -> None:
 
 def main() -> int:
     args = parse_args()
+    if args.gemms:
+        rows = gemms_alone(args)
+        print(Table(("what", "us", "TFLOP/s"), tuple((r["what"], f"{r['us']:.0f}", f"{r['TFLOP/s']:.0f}") for r in rows)))
+        write(args, gemms=rows)
+        return 0
     rows = bench(args)
     show(rows)
     write(args, results=rows, sizes={k: getattr(args, k) for k in ("experts", "k", "n", "tokens")})

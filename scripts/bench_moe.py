@@ -115,9 +115,9 @@ def relative(found, expected) -> float:
 
 def bench(path: str, tokens: int, args) -> list[dict]:
     cfg = config(path, args)
-    g = torch.Generator().manual_seed(2)
+    g = torch.Generator(DEVICE).manual_seed(2)
     shape = (tokens, 1, cfg.hidden_size)
-    data = [tuple(torch.randn(shape, generator=g).bfloat16().to(DEVICE) for _ in range(2)) for _ in range(DATA_SETS)]
+    data = [tuple(torch.randn(shape, generator=g, device=DEVICE).bfloat16() for _ in range(2)) for _ in range(DATA_SETS)]
     subjects = [build(cfg, recipe, cast_weights=args.cast_weights) for recipe in args.recipe]
     reference = subjects[0].run(*data[0])
     off = [relative(s.run(*data[0]), reference) for s in subjects]
@@ -158,10 +158,10 @@ def main() -> int:
     rows = []
     for path in args.model:
         for tokens in args.tokens:
-            rows += bench(path, tokens, args)
+            rows += (part := bench(path, tokens, args))
+            show(part)
             if ON_GPU:
                 torch.cuda.empty_cache()
-    show(rows)
     write(args, results=rows)
     torch.distributed.destroy_process_group()
     return 0
