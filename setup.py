@@ -1,4 +1,5 @@
-"""Builds the compiled kernels: ``megatron_hybrid._C`` (CPU) always, ``megatron_hybrid._C_cuda`` where nvcc is found.
+"""Builds the compiled parts: ``megatron_hybrid._C`` (CPU) always, ``megatron_hybrid._C_cuda`` where nvcc is found, and
+``megatron_hybrid._C_lt`` (cuBLASLt called directly) where cublasLt.h is there too.
 
 No GPU is needed to build either. Package metadata lives in pyproject.toml. Environment:
 
@@ -10,6 +11,7 @@ The same as config settings: ``pip install -e . --no-build-isolation -C--build-o
 -C--build-option=--without-cuda`` (or ``--cuda-arch="compute_100a=sm_100a"``).
 """
 
+import importlib.util
 import os
 import platform
 import shlex
@@ -66,6 +68,18 @@ def cuda_root(nvcc: str) -> Path:
     return Path(nvcc).resolve().parent.parent
 
 
+def library_headers(root: Path) -> list[Path] | None:
+    """Include folders for cublasLt.h: the toolkit's own, else those of the CUDA packages torch brings, then the toolkit's."""
+    toolkit = root / "include"
+    if (toolkit / "cublasLt.h").is_file():
+        return [toolkit]
+    spec = importlib.util.find_spec("nvidia")
+    for folder in () if spec is None else spec.submodule_search_locations:
+        for header in sorted(Path(folder).glob("*/include/cublasLt.h")):
+            return [header.parent, toolkit]
+    return None
+
+
 def stale(output: Path, depfile: Path, command: list[str]) -> bool:
     """Whether an object must be rebuilt: a source, a header or its command changed."""
     stamp = output.with_suffix(".cmd")
@@ -120,6 +134,10 @@ class BuildKernels(build_ext):
         if nvcc is None:
             self.extensions = [e for e in self.extensions if not e.name.endswith("_C_cuda")]
         self.nvcc = nvcc
+        self.lt_includes = None if nvcc is None else library_headers(cuda_root(nvcc))
+        if self.lt_includes is None:
+            say("cuBLASLt: not called directly (no nvcc, or no cublasLt.h in the toolkit or in torch's CUDA packages)")
+            self.extensions = [e for e in self.extensions if not e.name.endswith("_C_lt")]
         super().run()
 
     def _wanted_nvcc(self) -> str | None:
@@ -140,15 +158,21 @@ class BuildKernels(build_ext):
         if ext.name.endswith("_C_cuda"):
             self._build_cuda(target)
             say(f"CUDA kernels: built for {self.cuda_arch}")
+        elif ext.name.endswith("_C_lt"):
+            flags = [f"-isystem{path}" for path in (*self.lt_includes, *self._python_includes())]
+            command = [*self.cxx, *CXX_FLAGS, *flags]
+            self._link(self._compile([(command, CSRC / "lt" / "matmul.cpp", self.objects / "lt_matmul.o")]), target, ["-ldl"])
         else:
             self._build_cpu(target)
             say(f"CPU kernels: built for {', '.join(ISA_FLAGS) if IS_X86 else platform.machine()}")
 
-    def _module_flags(self, module: str, backend: str) -> list[str]:
+    def _python_includes(self) -> list[str]:
         import pybind11
 
-        includes = [pybind11.get_include(), sysconfig.get_paths()["include"]]
-        return [f"-DMH_MODULE={module}", f"-DMH_BACKEND={backend}", *(f"-isystem{path}" for path in includes)]
+        return [pybind11.get_include(), sysconfig.get_paths()["include"]]
+
+    def _module_flags(self, module: str, backend: str) -> list[str]:
+        return [f"-DMH_MODULE={module}", f"-DMH_BACKEND={backend}", *(f"-isystem{path}" for path in self._python_includes())]
 
     def _compile(self, jobs: list[tuple[list[str], Path, Path]]) -> list[str]:
         workers = self.parallel or min(len(jobs), os.cpu_count() or 1)
@@ -198,6 +222,6 @@ setup(
     packages=[*find_packages(str(ROOT), include=["megatron_hybrid", "megatron_hybrid.*"]), *BESIDE, *FOLDERS],
     package_dir={"megatron_hybrid": "megatron_hybrid", **BESIDE},
     package_data={name: ["*.yaml"] for name in FOLDERS},
-    ext_modules=[Extension("megatron_hybrid._C", []), Extension("megatron_hybrid._C_cuda", [])],
+    ext_modules=[Extension("megatron_hybrid._C", []), Extension("megatron_hybrid._C_cuda", []), Extension("megatron_hybrid._C_lt", [])],
     cmdclass={"build_ext": BuildKernels},
 )

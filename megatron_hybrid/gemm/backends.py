@@ -8,6 +8,7 @@ import torch
 
 from ..formats import Format
 from ..storage import QuantizedStorage
+from . import cublaslt
 from .backend import Alignment, GemmPair, finish
 
 
@@ -77,6 +78,8 @@ class EmulatedBackend(_ExactSums):
         rows, columns = epilogue_scale(a), epilogue_scale(b)
         if rows is None and columns is None:
             return mm_into(x, w, out_dtype, accumulate_into)
+        if (factor := _one_factor(rows, columns)) is not None and _direct(x, w, accumulate_into):
+            return _multiply_scaled(x, w, factor, out_dtype, accumulate_into)
         return _scale_into(mm_fp32(x, w), rows, columns, out_dtype, accumulate_into)
 
 
@@ -113,6 +116,30 @@ def mm_into(a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
 
 def _low_precision(a, b) -> bool:
     return a.device.type == "cuda" and a.dtype == b.dtype != torch.float32
+
+
+def _one_factor(rows, columns) -> torch.Tensor | None:
+    """The product of A's and B's outer scales where each is one number or None, else None."""
+    found = [s for s in (rows, columns) if s is not None]
+    if any(s.numel() != 1 for s in found):
+        return None
+    return found[0] if len(found) == 1 else rows * columns
+
+
+def _direct(x, w, accumulate_into) -> bool:
+    if torch.compiler.is_compiling() or not cublaslt.takes(x, w):
+        return False
+    return accumulate_into is None or (accumulate_into.dtype == torch.float32 and accumulate_into.is_contiguous())
+
+
+def _multiply_scaled(x, w, factor, out_dtype, accumulate_into) -> torch.Tensor:
+    """`factor * x @ w.T` by one GEMM that reads the factor from the device; rounded once, or added."""
+    how = dict(dtypes=(x.dtype, w.dtype), factor=factor)
+    if accumulate_into is not None:
+        return cublaslt.multiply(x, w, accumulate_into, add=True, **how)
+    made = out_dtype if out_dtype == torch.bfloat16 else torch.float32
+    out = torch.empty((x.shape[0], w.shape[0]), dtype=made, device=x.device)
+    return cublaslt.multiply(x, w, out, **how).to(out_dtype)
 
 
 def _scale_into(out, rows, columns, out_dtype, accumulate_into) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ..formats import COLUMNWISE, ROWWISE, Format
 from ..storage import QuantizedStorage
+from . import cublaslt
 from .backend import Alignment, GemmPair, finish
 
 _ALIGN, _BLOCK_ROWS = 16, 4
@@ -64,9 +65,10 @@ class ScaledMmBackend:
 
     def prepare(self, pair: GemmPair) -> ScaledMm:
         kind_a, kind_b = scale_kind(pair.a), scale_kind(pair.b)
+        direct = pair.device.type == "cuda" and torch.cuda.is_available() and cublaslt.library() is not None
         return ScaledMm(
             kind_a, kind_b, _TORCH_DTYPES[pair.a.element], _TORCH_DTYPES[pair.b.element], _rows_a(pair),
-            self.accumulation(pair) == "fast",
+            self.accumulation(pair) == "fast", direct,
         )  # fmt: skip
 
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
@@ -83,6 +85,7 @@ class ScaledMm:
     dtype_b: torch.dtype
     rows_a: int  # A's rows are padded to a multiple of this
     fast: bool
+    direct: bool = False  # the library called by gemm/cublaslt.py; traced code calls it through torch all the same
 
     def __call__(self, a: QuantizedStorage, b: QuantizedStorage, out_dtype, accumulate_into=None) -> torch.Tensor:
         qa, qb = _codes(a), _codes(b)
@@ -95,10 +98,29 @@ class ScaledMm:
         if pad_a or pad_b or pad_c:
             qa, qb = F.pad(qa, (0, pad_c, 0, pad_a)), F.pad(qb, (0, pad_c, 0, pad_b))
         scale_a, scale_b = _scale_a(self.kind_a, a, pad_a), _scale_b(self.kind_b, b, pad_b)
+        if self.direct and not torch.compiler.is_compiling() and qa.device.index == torch.cuda.current_device():
+            return self._direct(qa, qb, scale_a, scale_b, rows_a, rows_b, out_dtype, accumulate_into)
         out = self._multiply(qa.view(self.dtype_a), qb.view(self.dtype_b).t(), scale_a, scale_b, dtype)
         if pad_a or pad_b:
             out = out[:rows_a, :rows_b]
         return out if accumulate_into is None else accumulate_into.add_(out)
+
+    def _direct(self, qa, qb, scale_a, scale_b, rows_a, rows_b, out_dtype, total) -> torch.Tensor:
+        """Through cublaslt.py, which adds into `total` itself where shapes and the kind of scales let it."""
+        padded = qa.shape[0], qb.shape[0]
+        how = dict(
+            dtypes=(self.dtype_a, self.dtype_b), kinds=(self.kind_a, self.kind_b), fast=self.fast,
+            scales=(scale_a.data_ptr(), scale_b.data_ptr()),
+        )  # fmt: skip
+        if total is not None and total.dtype == torch.float32 and total.shape == padded and total.is_contiguous():
+            return cublaslt.multiply(qa, qb, total, add=True, **how)
+        made = torch.bfloat16 if total is None and out_dtype == torch.bfloat16 else torch.float32
+        out = cublaslt.multiply(qa, qb, torch.empty(padded, dtype=made, device=qa.device), **how)
+        if padded != (rows_a, rows_b):
+            out = out[:rows_a, :rows_b]
+        if total is not None:
+            return total.add_(out)
+        return out if made == out_dtype else out.to(out_dtype)
 
     def _multiply(self, qa, qb, scale_a, scale_b, dtype) -> torch.Tensor:
         made = dtype if dtype == torch.bfloat16 else torch.float32

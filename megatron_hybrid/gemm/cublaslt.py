@@ -1,0 +1,83 @@
+"""cuBLASLt, called for what torch's functions leave out (csrc/lt/matmul.cpp), where this package was built with it.
+
+It adds into FP32 buffers, takes a factor from device memory, multiplies E5M2 blocks, and looks for a problem's algorithm
+once. torch's own functions do the rest, and everything where it is missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+_WORKSPACE = 32 << 20  # bytes: what the library wants on Hopper
+_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_BLOCK_SCALES_SINCE = 120900
+
+
+@functools.lru_cache(maxsize=None)
+def library():
+    """The extension, over the library that torch has loaded; None where either is missing or too old."""
+    try:
+        module = importlib.import_module("megatron_hybrid._C_lt")
+        version = module.load(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}")
+    except (ImportError, RuntimeError):
+        return None
+    return module if version >= _BLOCK_SCALES_SINCE else None
+
+
+@functools.lru_cache(maxsize=None)
+def codes() -> tuple[dict, dict]:
+    """The library's numbers of types and of kinds of scales (scaled_mm.py's words, and ``none``)."""
+    module = library()
+    modes = {"1x128": module.MODES["block"], "128x128": module.MODES["tile"], **module.MODES}
+    return {dtype: module.TYPES[name] for dtype, name in _TYPES.items()}, modes
+
+
+@functools.lru_cache(maxsize=None)
+def _workspace(device: int, stream: int) -> torch.Tensor:
+    """One for every stream, whose products run one after the other."""
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+
+
+@functools.lru_cache(maxsize=None)
+def _constants(device: int) -> torch.Tensor:
+    return torch.arange(2, dtype=torch.float32, device=f"cuda:{device}")
+
+
+def takes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether `multiply` can take these high-precision operands: bf16, packed, sizes that tensor cores like."""
+    return (
+        a.dtype == b.dtype == torch.bfloat16 and a.is_contiguous() and b.is_contiguous() and min(*a.shape, b.shape[0]) > 0
+        and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0 and _here(a)
+    )  # fmt: skip
+
+
+def _here(a: torch.Tensor) -> bool:
+    """On the current device, and not being captured before the constants are there."""
+    if library() is None or a.device.type != "cuda" or a.device.index != torch.cuda.current_device():
+        return False
+    if _constants.cache_info().currsize == 0 and not torch.cuda.is_current_stream_capturing():
+        _constants(a.device.index)
+    return _constants.cache_info().currsize > 0
+
+
+def multiply(
+    a, b, out, *, dtypes, kinds=("none", "none"), scales=(0, 0), fast=False, add=False, factor: torch.Tensor | None = None
+) -> torch.Tensor:  # fmt: skip
+    """`out = factor * A @ B.T`, or `out += ...` with `add`. a (rows_a, K), b (rows_b, K), out (rows_a, rows_b): packed.
+
+    dtypes: of A's and B's elements. kinds, scales: of A's and B's scales, and their addresses as the library wants them.
+    factor: float32 (), on the device.
+    """
+    types, modes = codes()
+    (rows_a, k), rows_b, device = a.shape, b.shape[0], a.device.index
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    library().matmul(
+        a.data_ptr(), b.data_ptr(), out.data_ptr(), rows_a, rows_b, k, types[dtypes[0]], types[dtypes[1]],
+        types[out.dtype], modes[kinds[0]], modes[kinds[1]], *scales, fast, add, 0 if factor is None else factor.data_ptr(),
+        0 if factor is None else _constants(device).data_ptr(), _workspace(device, stream).data_ptr(), _WORKSPACE, stream,
+        device,
+    )  # fmt: skip
+    return out
