@@ -6,6 +6,7 @@ bits below its leading bit, and so is the sum. Each loses less than 2^-13 of the
 FP32 every 128, where adding and scaling round to 2^-24. The output is rounded once, to 2^-8 (bf16).
 """
 
+import dataclasses
 import functools
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 import megatron_hybrid as mh
 from megatron_hybrid.formats import COLUMNWISE, parse_format
-from megatron_hybrid.gemm import BACKENDS, OPERANDS, DeviceKind, GemmPair
+from megatron_hybrid.gemm import BACKENDS, OPERANDS, DeviceKind, GemmPair, cublaslt
 from megatron_hybrid.storage import cast
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -49,6 +50,12 @@ def operands(gemm, formats, M, N, K):
     return payloads, [s.with_buffers({n: t.cuda() for n, t in s.buffers().items()}) for s in payloads]
 
 
+def ways(pair):
+    """The native GEMM through torch's function and, where this package is built with it, through the library's own."""
+    run = BY_NAME["scaled_mm"].prepare(pair)
+    return [dataclasses.replace(run, direct=direct) for direct in {False, cublaslt.library() is not None}]
+
+
 def bound(a, b, accumulation, dtype):
     """(exact product, how far from it a result may be) of operands (rows, contraction) on the GPU, float64."""
     exact, lost = lost_in_sums(a, b, accumulation)
@@ -82,12 +89,13 @@ def test_native_is_within_the_bound_of_its_accumulation(formats, shape, gemm, dt
     if (reason := native.reason(pair)) is not None:
         pytest.skip(reason)
     (cpu_a, cpu_b), (a, b) = operands(gemm, formats, *shape)
-    got = native.run(a, b, pair, dtype)
     wide_a, wide_b = (s.operand(torch.float32).double().cuda() for s in (cpu_a, cpu_b))
     exact, allowed = bound(wide_a, wide_b, native.accumulation(pair), dtype)
-    assert got.dtype == dtype and got.shape == exact.shape
-    worst = ((got.double() - exact).abs() - allowed).max()
-    assert worst <= 0, f"{worst:.3g} beyond the bound"
+    for run in ways(pair):
+        got = run(a, b, dtype)
+        assert got.dtype == dtype and got.shape == exact.shape
+        worst = ((got.double() - exact).abs() - allowed).max()
+        assert worst <= 0, f"{worst:.3g} beyond the bound, {run}"
     for emulated in (BY_NAME["emulated"].run(cpu_a, cpu_b, pair, dtype).cuda(), BY_NAME["emulated"].run(a, b, pair, dtype)):
         assert ((emulated.double() - exact).abs() <= allowed).all()
 
@@ -98,10 +106,34 @@ def test_native_adds_into_an_fp32_accumulator(formats):
     if (reason := BY_NAME["scaled_mm"].reason(pair)) is not None:
         pytest.skip(reason)
     _, (a, b) = operands("wgrad", formats, 256, 128, 384)
-    once = BY_NAME["scaled_mm"].run(a, b, pair, torch.float32)
-    total = torch.ones_like(once)
-    assert BY_NAME["scaled_mm"].run(a, b, pair, torch.float32, accumulate_into=total) is total
-    assert torch.equal(total, once + 1)
+    for run in ways(pair):
+        once = run(a, b, torch.float32)
+        total = torch.ones_like(once)
+        assert run(a, b, torch.float32, accumulate_into=total) is total
+        # once is rounded from the FP32 sums and total from the sums plus one, or both are
+        assert ((total - (once + 1)).abs() <= 2.0**-23 * (once.abs() + total.abs())).all()
+
+
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "formats",
+    [("nvfp4", "nvfp4:2d"), ("nvfp4", "mxfp8_e4m3"), ("nvfp4:row_scaled", "nvfp4"), ("nvfp4:row_scaled", "nvfp4:row_scaled"),
+     ("fp8_current_e5m2", "fp8_current_e5m2"), ("fp8_block_e4m3:2d", "high_precision")],
+)  # fmt: skip
+def test_emulated_products_are_fp32_sums_of_exact_operands(formats, shape, dtype, adds):
+    pair = GemmPair("fprop", *map(parse_format, formats), DeviceKind.of("cuda"))
+    (cpu_a, cpu_b), (a, b) = operands("fprop", formats, *shape)
+    x, w = (s.operand(torch.float32).double().cuda() for s in (cpu_a, cpu_b))
+    exact, sums = x @ w.T, x.abs() @ w.abs().T
+    total = torch.full_like(exact, 3.0, dtype=torch.float32) if adds else None
+    got = BY_NAME["emulated"].run(a, b, pair, dtype, total)
+    assert got is total if adds else got.dtype == dtype
+    # sums of K products; outer scales and decoding round a few times; a split sum may be added up in bf16 (mm_into)
+    rounding = 2.0**-24 if adds or dtype == torch.float32 else 2.0**-7
+    allowed = (shape[2] + 8) * 2.0**-24 * (sums + 3) + rounding * (exact.abs() + 3)
+    assert ((got.double() - exact - (3 if adds else 0)).abs() <= allowed).all()
 
 
 @pytest.mark.parametrize("formats", PAIRS)
