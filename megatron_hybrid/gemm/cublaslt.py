@@ -41,9 +41,7 @@ def _workspace(device: int, stream: int) -> torch.Tensor:
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
 
 
-@functools.lru_cache(maxsize=None)
-def _constants(device: int) -> torch.Tensor:
-    return torch.arange(2, dtype=torch.float32, device=f"cuda:{device}")
+_CONSTANTS: dict[int, torch.Tensor] = {}  # device -> 0 and 1 in its memory
 
 
 def takes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -55,12 +53,13 @@ def takes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _here(a: torch.Tensor) -> bool:
-    """On the current device, and not being captured before the constants are there."""
-    if library() is None or a.device.type != "cuda" or a.device.index != torch.cuda.current_device():
+    """On the current device, whose constants are there: a graph that is being captured cannot make them."""
+    index = a.device.index
+    if library() is None or a.device.type != "cuda" or index != torch.cuda.current_device():
         return False
-    if _constants.cache_info().currsize == 0 and not torch.cuda.is_current_stream_capturing():
-        _constants(a.device.index)
-    return _constants.cache_info().currsize > 0
+    if index not in _CONSTANTS and not torch.cuda.is_current_stream_capturing():
+        _CONSTANTS[index] = torch.arange(2, dtype=torch.float32, device=a.device)
+    return index in _CONSTANTS
 
 
 def multiply(
@@ -77,7 +76,7 @@ def multiply(
     library().matmul(
         a.data_ptr(), b.data_ptr(), out.data_ptr(), rows_a, rows_b, k, types[dtypes[0]], types[dtypes[1]],
         types[out.dtype], modes[kinds[0]], modes[kinds[1]], *scales, fast, add, 0 if factor is None else factor.data_ptr(),
-        0 if factor is None else _constants(device).data_ptr(), _workspace(device, stream).data_ptr(), _WORKSPACE, stream,
+        0 if factor is None else _CONSTANTS[device].data_ptr(), _workspace(device, stream).data_ptr(), _WORKSPACE, stream,
         device,
     )  # fmt: skip
     return out

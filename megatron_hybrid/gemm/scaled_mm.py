@@ -65,7 +65,7 @@ class ScaledMmBackend:
 
     def prepare(self, pair: GemmPair) -> ScaledMm:
         kind_a, kind_b = scale_kind(pair.a), scale_kind(pair.b)
-        direct = pair.device.type == "cuda" and torch.cuda.is_available() and cublaslt.library() is not None
+        direct = pair.device.capability == (9, 0) and torch.cuda.is_available() and cublaslt.library() is not None
         return ScaledMm(
             kind_a, kind_b, _TORCH_DTYPES[pair.a.element], _TORCH_DTYPES[pair.b.element], _rows_a(pair),
             self.accumulation(pair) == "fast", direct,
