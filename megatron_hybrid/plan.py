@@ -134,10 +134,12 @@ class GemmPlan:
         return found
 
     def steps(self) -> dict[str, GemmStep]:
+        """The three gemms by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
 
     @property
     def uses_rng(self) -> bool:
+        """Whether any operand rounds stochastically."""
         return any(f.sr for q in self.quantizers.values() for f in q.formats())
 
     def alignment(self, dimension: str) -> int:
@@ -189,6 +191,7 @@ class GemmPlan:
 
     @property
     def label(self) -> str:
+        """The module as messages name it."""
         return module_label(self.name)
 
 

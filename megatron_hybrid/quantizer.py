@@ -55,9 +55,11 @@ class HybridQuantizer:
 
     @property
     def derives_columnwise(self) -> bool:
+        """Whether the column is cast from the row's decode."""
         return self.columnwise_source == "rowwise_dequantized"
 
     def formats(self) -> tuple[Format | None, Format | None]:
+        """(rowwise, columnwise)."""
         return self.rowwise, self.columnwise
 
     def amax(self, x: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -113,6 +113,7 @@ class Recipe:
 
     @property
     def backward(self) -> str:
+        """The shorthand that holds where no rule sets it."""
         return dict(self.defaults)["backward"]
 
     def with_backward(self, mode: str) -> Recipe:

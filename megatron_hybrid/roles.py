@@ -90,6 +90,7 @@ class ModuleRole:
 
     @property
     def tensor_types(self) -> tuple[str, ...]:
+        """In the order of :data:`TENSOR_TYPES`."""
         return TENSOR_TYPES[self.module_type]
 
     def operand(self, tensor_type: str) -> QuantizerRole:

@@ -29,6 +29,7 @@ class DelayedState:
 
     @classmethod
     def new(cls, fmt: Format, device) -> DelayedState:
+        """Scale 1 and an empty history. Raises ``ValueError`` for a format without one."""
         if not fmt.is_stateful:
             raise ValueError(f"{fmt} keeps no state; only delayed scaling does")
         return cls(torch.ones((), device=device), torch.zeros(fmt.option("history"), device=device))
@@ -38,6 +39,7 @@ class DelayedState:
         return DelayedState(self.scale, None)
 
     def record(self, amax: torch.Tensor, noop: torch.Tensor | None = None) -> None:
+        """Keep the maximum with this step's amaxes so far; nothing without a history. noop: see `update`."""
         if self.history is None:
             return
         new = torch.maximum(self.history[0], amax)  # propagates NaN

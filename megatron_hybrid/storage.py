@@ -65,6 +65,7 @@ class QuantizedStorage:
 
     @property
     def device(self) -> torch.device:
+        """Where its buffers lie."""
         return self.qdata.device
 
     def buffers(self) -> dict[str, torch.Tensor]:
@@ -81,6 +82,7 @@ class QuantizedStorage:
 
     @property
     def nbytes(self) -> int:
+        """Of all buffers together."""
         return sum(t.numel() * t.element_size() for t in self.buffers().values())
 
     def _require_quantized(self, what: str) -> None:
@@ -118,6 +120,7 @@ class QuantizedStorage:
         return self.block_scale() if self.outer_amax is None else self.block_scale() * self.outer_scale()
 
     def amax(self) -> torch.Tensor | None:
+        """Float32 outer amaxes, or None for formats without."""
         return self.outer_amax
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:

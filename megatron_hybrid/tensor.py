@@ -157,22 +157,27 @@ class HybridTensor(Owned, torch.Tensor):
 
     @property
     def rowwise(self) -> QuantizedStorage | None:
+        """The payload contracted along rows, or None."""
         return self._row
 
     @property
     def columnwise(self) -> QuantizedStorage | None:
+        """The payload contracted along columns, or None."""
         return self._col
 
     @property
     def quantizer(self) -> HybridQuantizer:
+        """What made it, and makes it anew in `update`."""
         return self._quantizer
 
     @property
     def stale(self) -> frozenset[str]:
+        """Directions that an update of the other one has left behind."""
         return frozenset(self._stale)
 
     @property
     def spec(self) -> TensorSpec:
+        """Everything about it but the buffers: what moves, copies and files rebuild it from."""
         matrix = None if self._matrix == matrix_shape(self.shape) else self._matrix
         return _spec(self._row, self._col, self.dtype, self._quantizer, matrix, self._stale, self._shared)
 
@@ -306,6 +311,7 @@ class HybridTensor(Owned, torch.Tensor):
 
     @property
     def data(self):
+        """The same payloads outside autograd, as of any tensor; takes a `HybridTensor` only."""
         return torch.Tensor.data.__get__(self)
 
     @data.setter

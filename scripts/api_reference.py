@@ -20,8 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megatron_hybrid"
-_CODE = re.compile(r"`([^`]+)`")
+_CODE = re.compile(r"``(.+?)``|`([^`]+)`", re.DOTALL)
+_ANNOTATION = re.compile(r"(: |-> )'([^']*)'")  # a string, since annotations are postponed
 _OURS = re.compile(r"(?:mh|megatron_hybrid)\.(\w+)")
+_TORCH_METHODS = {"extra_repr": "As of `torch.nn.Module`.", "zero_grad": "As of `torch.optim.Optimizer`."}
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 980px; margin: 2rem auto; padding: 0 1rem; }
 h2 { margin-top: 2.4rem; border-bottom: 1px solid #ddd; } h3 { margin-bottom: 0.2rem; font-size: 1rem; }
@@ -61,8 +63,8 @@ class Reference:
                 self.entry(f"mh.{name}.{attribute}", member, attribute)
 
     def entry(self, full: str, thing, short: str) -> None:
-        target = thing.fget if isinstance(thing, property) else getattr(thing, "__func__", thing)
-        doc = own_doc(target)
+        target = getattr(thing, "__func__", thing)
+        doc = own_doc(target) or _TORCH_METHODS.get(short)
         if not doc:
             self.warnings.append(f"{full} has no docstring")
         if not isinstance(thing, property):
@@ -71,10 +73,10 @@ class Reference:
 
     def text(self, full: str, doc: str) -> str:
         for match in _CODE.finditer(doc):
-            for ours in _OURS.findall(match[1]):
+            for ours in _OURS.findall(match[1] or match[2]):
                 if not hasattr(self.package, ours) and not (PACKAGE / ours).exists() and not (PACKAGE / f"{ours}.py").exists():
-                    self.warnings.append(f"{full} mentions {match[1]!r}, which is not there")
-        return _CODE.sub(r"<code>\1</code>", html.escape(doc, quote=False))
+                    self.warnings.append(f"{full} mentions {match[0]}, which is not there")
+        return _CODE.sub(lambda match: f"<code>{match[1] or match[2]}</code>", html.escape(doc, quote=False))
 
     def module(self, path: Path) -> str:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
@@ -95,7 +97,7 @@ def own_doc(thing) -> str | None:
 
 def signature(thing) -> str:
     try:
-        return str(inspect.signature(thing))
+        return _ANNOTATION.sub(r"\1\2", str(inspect.signature(thing)))
     except (TypeError, ValueError):
         return ""
 

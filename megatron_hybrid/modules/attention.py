@@ -76,6 +76,7 @@ class HybridSelfAttention(torch.nn.Module):
 
     @property
     def output(self) -> Output:
+        """The result on its way out, cast for its consumer where one is bound."""
         return self.linear_proj.output
 
     def roles(self):
@@ -83,6 +84,7 @@ class HybridSelfAttention(torch.nn.Module):
         return self.linear_qkv.roles() + self.core_attention.roles() + self.linear_proj.roles()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (batch, sequence, hidden) -> the same shape."""
         qkv = self.linear_qkv(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         q, k, v = qkv.split((self.num_heads, self.num_query_groups, self.num_query_groups), dim=1)
         return self.linear_proj(self.core_attention(q, k, v))

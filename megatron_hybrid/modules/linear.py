@@ -58,6 +58,7 @@ class HybridLinear(HoldsWeight, torch.nn.Module):
 
     @property
     def plan(self) -> GemmPlan:
+        """On the weight's device."""
         return self.hq.plan_for(self.weight.device)
 
     def roles(self) -> tuple[QuantizerRole | None, ...]:
@@ -66,6 +67,7 @@ class HybridLinear(HoldsWeight, torch.nn.Module):
 
     @property
     def input_role(self) -> QuantizerRole:
+        """For producers that cast this module's input."""
         return self.hq.role.operand(INPUT)
 
     def cast_input(self, x: torch.Tensor) -> torch.Tensor:

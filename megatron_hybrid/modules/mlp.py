@@ -62,6 +62,7 @@ class HybridMLP(torch.nn.Module):
 
     @property
     def output(self) -> Output:
+        """The result on its way out, cast for its consumer where one is bound."""
         return self.linear_fc2.output
 
     def roles(self):
@@ -69,5 +70,6 @@ class HybridMLP(torch.nn.Module):
         return self.linear_fc1.roles() + self.linear_fc2.roles()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x (..., hidden) -> (..., hidden)."""
         h = x if self.norm is None else self.norm(x)
         return self.linear_fc2(self.activation(self.linear_fc1(h)))

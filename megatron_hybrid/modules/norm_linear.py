@@ -29,6 +29,7 @@ class HybridLayerNormLinear(torch.nn.Module):
 
     @property
     def output(self) -> Output:
+        """The result on its way out, cast for its consumer where one is bound."""
         return self.linear.output
 
     def roles(self):
@@ -36,6 +37,7 @@ class HybridLayerNormLinear(torch.nn.Module):
         return self.linear.roles()
 
     def forward(self, x: torch.Tensor):
+        """x (..., K) -> y (..., N), and the norm's output where `return_norm_output`."""
         normed = self.norm(x)
         y = self.linear(normed)
         return (y, normed) if self.return_norm_output else y
