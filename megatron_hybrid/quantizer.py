@@ -159,38 +159,43 @@ class HybridQuantizer:
 
     def update(
         self, row: QuantizedStorage | None, col: QuantizedStorage | None, x: torch.Tensor, *,
-        state=None, amax=None, rng=None, noop=None,
+        state=None, amax=None, reduce_amax=None, rng=None, noop=None,
     ) -> None:  # fmt: skip
         """Cast `x` (M, K) into the given payloads, in place; a payload that is None is left out.
 
         A derived column is cast from the decode of the *updated* row, or of a row cast only for it when `row` is
-        None. noop: int32 device flag; non-zero leaves every byte as it was. Check with `check_arguments` first.
+        None. noop: int32 device flag; non-zero leaves every byte as it was. reduce_amax: (rowwise, columnwise), see
+        `storage.cast`. Check with `check_arguments` first.
         """
-        state, amax = state or (None, None), amax or (None, None)
+        state, amax, reduce = state or (None, None), amax or (None, None), reduce_amax or (None, None)
         noop = None if noop is None else noop.reshape(())
-        if row is not None and col is not None and self._casts_at_once(x, row.dtype, amax, rng):
+        both = row is not None and col is not None and reduce_amax is None
+        if both and self._casts_at_once(x, row.dtype, amax, rng):
             derived = self.derives_columnwise
             return cast_pair(row, col, x, amax=amax, state=state, rng=rng, noop=noop, derived=derived)
         if row is not None:
-            cast_into(row, x, amax=amax[0], state=state[0], rng=rng, noop=noop)
+            cast_into(row, x, amax=amax[0], reduce_amax=reduce[0], state=state[0], rng=rng, noop=noop)
         if col is None:
             return
         if self.derives_columnwise:
-            keys = dict(amax=amax[0], state=state[0], rng=rng, noop=noop)
+            keys = dict(amax=amax[0], reduce_amax=reduce[0], state=state[0], rng=rng, noop=noop)
             row = row or cast(x, self.rowwise, ROWWISE, dtype=col.dtype, **keys)
             x = row.dequantize(row.dtype)
         elif row is not None and col.qdata is row.qdata:
             return  # both directions are the one high-precision tensor
-        cast_into(col, x, amax=amax[1], state=state[1], rng=rng, noop=noop)
+        cast_into(col, x, amax=amax[1], reduce_amax=reduce[1], state=state[1], rng=rng, noop=noop)
 
-    def rederive(self, row: QuantizedStorage, col: QuantizedStorage, *, state=None, amax=None, rng=None, noop=None):
+    def rederive(
+        self, row: QuantizedStorage, col: QuantizedStorage, *, state=None, amax=None, reduce_amax=None, rng=None, noop=None
+    ) -> None:
         """Cast `col` again, in place, from the decode of `row`, as ``rowwise_dequantized`` does. Checks first."""
         x = row.dequantize(row.dtype)
         state, amax = (state or (None, None))[1], (amax or (None, None))[1]
         _check_cast(x, self.columnwise, COLUMNWISE, state, amax, rng)
         _check_noop(noop, x.device)
         noop = None if noop is None else noop.reshape(())
-        cast_into(col, x, amax=amax, state=state, rng=rng, noop=noop)
+        reduce = None if reduce_amax is None else reduce_amax[1]
+        cast_into(col, x, amax=amax, reduce_amax=reduce, state=state, rng=rng, noop=noop)
 
     def check_arguments(self, x, rowwise=True, columnwise=True, *, state=None, amax=None, rng=None, noop=None):
         """Raise ``ValueError`` for anything a cast of `x` (M, K) would fail on, before anything is written."""

@@ -101,6 +101,7 @@ class LinearRuntime(torch.nn.Module):
         self.weight_owner = None  # `weights.WeightOwner` of a weight that lives quantized
         self.observer = None  # an `observe.recorder.Observer` in steps whose casts are measured
         self.nan_check = None  # an `observe.nan_check.NanCheck`
+        self.ranks: Communication | None = None  # over which a weight that lives quantized has its amaxes reduced
         self.index_maps: dict[str, tuple[int, int, int] | Pieces] = {}  # operand -> where a shard lies in the whole
         self._plans: dict[torch.device, GemmPlan] = {}
         self._forward_plan: GemmPlan | None = None  # of the last forward outside backward since the last step's end
@@ -243,6 +244,15 @@ class LinearRuntime(torch.nn.Module):
             self.role = replace(self.role, name=name)
             self.check(self.recipe)
             self.replan(self.recipe)
+
+    def weight_reducers(self, device):
+        """(rowwise, columnwise) functions of a weight's outer amax that give its maximum over the tensor-parallel
+        ranks, None where it covers this rank's elements alone; or None for neither."""
+        both = self.plan_for(device).reduced.get(WEIGHT) if self.ranks is not None else None
+        return None if both is None else tuple(self._maximum if needed else None for needed in both)
+
+    def _maximum(self, amax: torch.Tensor) -> torch.Tensor:
+        return amax if amax.is_meta else self.ranks.start_max([amax])()[0]
 
     def make_keys(self) -> None:
         """Create the random keys now, not at the first forward, which may be compiled and must not."""

@@ -218,15 +218,17 @@ class HybridTensor(Owned, torch.Tensor):
     # ---- in-place writes
 
     def update(
-        self, src: torch.Tensor, *, rowwise=True, columnwise=True, state=None, amax=None, rng=None, noop_flag=None
-    ) -> HybridTensor:
+        self, src: torch.Tensor, *, rowwise=True, columnwise=True, state=None, amax=None, reduce_amax=None, rng=None,
+        noop_flag=None,
+    ) -> HybridTensor:  # fmt: skip
         """Quantize `src` (this shape, high precision, this device) into the payloads held; same data pointers.
 
         rowwise, columnwise: the directions wanted; one that is not held is left out. A direction held but not wanted
         keeps its bytes, which are then of an earlier value: it is listed in `stale`. A column derived from the row
         (``rowwise_dequantized``) is cast from the updated row's decode; updated alone, from a row cast for it that
-        is then dropped. state, amax, rng: as in `HybridQuantizer.quantize`. noop_flag: int32 device scalar;
-        non-zero leaves every byte, scale and history as it was.
+        is then dropped. state, amax, rng: as in `HybridQuantizer.quantize`; reduce_amax: a pair of functions of an
+        amax that is computed here, such as its maximum over ranks. noop_flag: int32 device scalar; non-zero leaves every
+        byte, scale and history as it was.
 
         Raises ``ValueError`` before anything is written: a wrong shape, device or dtype, a missing state or rng, or
         a piece whose scales also cover elements outside it.
@@ -239,11 +241,11 @@ class HybridTensor(Owned, torch.Tensor):
         keys = dict(state=state, amax=amax, rng=rng, noop=noop_flag)
         self._quantizer.check_arguments(x, row is not None, col is not None, **keys)
         with torch.no_grad():
-            self._quantizer.update(row, col, x, **keys)
+            self._quantizer.update(row, col, x, reduce_amax=reduce_amax, **keys)
         self._written(row, col)
         return self
 
-    def rederive(self, *, state=None, amax=None, rng=None, noop_flag=None) -> HybridTensor:
+    def rederive(self, *, state=None, amax=None, reduce_amax=None, rng=None, noop_flag=None) -> HybridTensor:
         """Cast the column again from the row held, in place; for ``columnwise_source="rowwise_dequantized"`` only.
 
         For rows that arrived as bytes (a gather, a load). The pairs are as in `update`.
@@ -252,7 +254,8 @@ class HybridTensor(Owned, torch.Tensor):
             raise ValueError(f"rederive needs both directions and a derived column: {self!r}")
         self._check_castable()
         with torch.no_grad():
-            self._quantizer.rederive(self._row, self._col, state=state, amax=amax, rng=rng, noop=noop_flag)
+            keys = dict(state=state, amax=amax, reduce_amax=reduce_amax, rng=rng, noop=noop_flag)
+            self._quantizer.rederive(self._row, self._col, **keys)
         self._bump(self._col)
         if ROWWISE in self._stale:
             self._stale.add(COLUMNWISE)

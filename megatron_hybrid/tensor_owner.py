@@ -48,7 +48,7 @@ class Owned:
         src = written_value(self, src)
         owner, source = marks.owner, self._source(src)
         checked = dict(rng=None, state=None) if owner is None else owner.keys(self.device)
-        self.quantizer.check_arguments(source, **checked, noop=noop_flag)
+        self.quantizer.check_arguments(source, rng=checked["rng"], state=checked["state"], noop=noop_flag)
         self.update(src, **write_keys(self, step=step, noop_flag=noop_flag), noop_flag=noop_flag)
         if not (step or master) and marks.preserve and self._shared is None:
             marks.init_value = src.detach().to("cpu", copy=True) if not src.is_meta else None
@@ -90,7 +90,7 @@ class Owned:
 
 
 def write_keys(t, *, step: bool = False, noop_flag=None) -> dict:
-    """`rng` and `state` of a cast into a parameter; step: delayed scales move on first."""
+    """`rng`, `state` and `reduce_amax` of a cast into a parameter; step: delayed scales move on first."""
     owner = t._stale.owner
     return dict(rng=None, state=None) if owner is None else owner.keys(t.device, step=step, noop_flag=noop_flag)
 

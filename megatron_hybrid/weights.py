@@ -93,7 +93,8 @@ class WeightOwner:
         return self._runtime().recipe
 
     def keys(self, device, *, step: bool = False, noop_flag=None) -> dict:
-        """`rng` and `state` of a cast of this weight now. step: of one after an optimizer's step."""
+        """`rng`, `state` and, where other ranks share the scale, `reduce_amax` of a cast of this weight now. step: of one
+        after an optimizer's step."""
         runtime = self._runtime()
         if runtime is None:  # the module is gone, the weight is not
             return dict(rng=None, state=None)
@@ -102,7 +103,16 @@ class WeightOwner:
             for state, fmt in zip(states, runtime.plan_for(device).quantizers[WEIGHT].formats()):
                 if state is not None:
                     update_states(fmt, [state], noop_flag)
-        return dict(rng=_rng(runtime, device), state=states)
+        reducers = runtime.weight_reducers(device)
+        shared = {} if reducers is None else {"reduce_amax": reducers}
+        return dict(rng=_rng(runtime, device), state=states, **shared)
+
+    def amaxes_shared(self, direction: str):
+        """The process group over which the amax of this direction is reduced, besides the ranks that share the weight;
+        None: over none."""
+        runtime = self._runtime()
+        reducers = runtime.weight_reducers(self.weight.device)
+        return None if reducers is None or reducers[DIRECTIONS.index(direction)] is None else runtime.ranks.group
 
     def rounded(self, src: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See `rounded`."""
@@ -117,12 +127,6 @@ class WeightOwner:
         """Raise `PlanError` for a weight that other ranks share in a way that a cast from split masters does not know."""
         runtime = self._runtime()
         plan = runtime.plan_for(self.weight.device)
-        if any(plan.reduced.get(WEIGHT, ())):
-            raise PlanError(
-                f"{plan.label}: a quantized weight in {self.weight.describe()} whose scale covers the shards of other "
-                "tensor-parallel ranks is not supported by the distributed optimizer yet; use `weights: high_precision`, "
-                "or formats with scales of blocks or delayed ones"
-            )
         if any(fmt.sr for fmt in plan.quantizers[WEIGHT].formats()) and isinstance(runtime.index_maps.get(WEIGHT), Pieces):
             raise PlanError(f"{plan.label}: stochastic rounding of a quantized gated weight is not supported under "
                             "tensor parallelism")  # fmt: skip
@@ -164,7 +168,8 @@ def quantize(runtime, x: torch.Tensor, dtype: torch.dtype, *, trained: bool) -> 
     ]
     row, col = payloads if len(payloads) == 2 else (*payloads, None)
     t = HybridTensor.from_storages(row, col, x.shape, dtype, quantizer)
-    return t.update(x, rng=_rng(runtime, x.device), state=runtime.weight_states())
+    keys = dict(rng=_rng(runtime, x.device), state=runtime.weight_states())
+    return t.update(x, reduce_amax=runtime.weight_reducers(x.device), **keys)
 
 
 def check_plan(plan: GemmPlan, resolved) -> None:

@@ -62,6 +62,8 @@ class HybridParallelLinear(WeightWindow, HoldsWeight):
         self.hq = LinearRuntime(recipe, role, device, sharding=sharding)
         self.hq.weight_cache = WeightCache()
         self.hq.index_maps = self.index_maps()
+        if sharding is not None:
+            self.hq.ranks = TensorParallel(self.tp_group)
         self.hold_weight(preserve=True)  # masters start from it
 
     def sharding(self) -> Sharding:

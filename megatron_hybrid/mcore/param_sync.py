@@ -51,6 +51,17 @@ class BucketGather:
         self.quantizers = [p.quantizer for p in self.params]
         mode = self.params[0]._stale.owner.recipe.param_gather
         self.weights = ShardedWeights(self.params, self.ranges, self.rank, gather=mode)
+        self.over_shards = self._over_shards()
+
+    def _over_shards(self) -> list[tuple]:
+        """(process group, stretch of the amaxes) of what covers the shards of other tensor-parallel ranks too."""
+        found = []
+        for slot in self.weights.slots:
+            if slot.row is None:
+                group = self.params[slot.param]._stale.owner.amaxes_shared(slot.payload.direction)
+                found += [(group, slice(slot.start, slot.stop))] if group is not None else []
+        assert len({id(group) for group, _ in found}) < 2, "one bucket group, one tensor-parallel group"
+        return found
 
     @property
     def masters(self) -> list[torch.Tensor | None]:
@@ -66,6 +77,11 @@ class BucketGather:
         amaxes = weights.amaxes(masters)
         if self.world > 1 and amaxes.numel():
             dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.group)
+        if self.over_shards:
+            parts = [amaxes[stretch] for _, stretch in self.over_shards]
+            together = torch.cat(parts)
+            dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.over_shards[0][0])
+            torch._foreach_copy_(parts, list(together.split([part.numel() for part in parts])))
         chunk = weights.cast(masters, amaxes, step=self.stepped)
         if self.world == 1:
             self._chunks = chunk.view(1, -1)

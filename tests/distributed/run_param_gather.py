@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mcore_model_common import VOCAB, B, S, build, linear, mpu, parallel, rank
+from mcore_model_common import VOCAB, B, S, build, mpu, parallel, rank
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -22,9 +22,7 @@ from megatron_hybrid import patches
 from megatron_hybrid.distributed.amax import start_max
 from megatron_hybrid.distributed.param_gather import ShardedWeights
 from megatron_hybrid.mcore import driver
-from megatron_hybrid.mcore.layers import HybridColumnParallelLinear
 from megatron_hybrid.mcore.param_sync import GATHER
-from megatron_hybrid.plan import PlanError
 from megatron_hybrid.storage_layout import equal
 
 STEPS = 100
@@ -107,13 +105,14 @@ def step(run, i: int) -> float:
 def whole_masters(model) -> dict[str, torch.Tensor]:
     """The FP32 masters of all quantized weights, put together from every rank's shard."""
     mine = {n: p.main_param for n, p in model.named_parameters() if getattr(p, "main_param", None) is not None}
-    shards = [None] * dist.get_world_size()
+    group = mpu.get_data_parallel_group()
+    shards = [None] * group.size()
     ranges = {}
-    for group in model.bucket_groups:
-        gather = getattr(group, GATHER, None)
+    for bucket_group in model.bucket_groups:
+        gather = getattr(bucket_group, GATHER, None)
         for i, p in enumerate(gather.params if gather is not None else ()):
             ranges[id(p)] = [r[i] for r in gather.ranges]
-    dist.all_gather_object(shards, {n: t.detach() for n, t in mine.items()})
+    dist.all_gather_object(shards, {n: t.detach() for n, t in mine.items()}, group=group)
     found = {}
     for name, p in model.named_parameters():
         if isinstance(p, mh.HybridTensor):
@@ -219,17 +218,28 @@ def check_masters_of_a_fine_tuning_start_from_the_loaded_values():
         assert torch.equal(master, values[n].float())
 
 
-def check_a_scale_over_tensor_parallel_ranks_is_refused():
-    parallel(tp=2)
-    module = linear(HybridColumnParallelLinear, "fp8_current", 64, 96)
-    module.hq.recipe = module.hq.recipe.with_weights("quantized")
-    module.hold_weight()
-    try:
-        module.weight._stale.owner.check_split()
-    except PlanError as error:
-        assert "tensor-parallel" in str(error) and "linear_fc1" in str(error)
-    else:
-        raise AssertionError("no error")
+def tensor_parallel_whole(t: torch.Tensor, dim: int) -> torch.Tensor:
+    parts = [torch.empty_like(t) for _ in range(2)]
+    dist.all_gather(parts, t.contiguous(), group=mpu.get_tensor_model_parallel_group())
+    return torch.cat(parts, dim)
+
+
+def check_scales_over_tensor_parallel_ranks_are_of_the_whole_weight():
+    """TP 2 x DP 2: at the start and after a step every shard has the codes and scales of the whole weight, cut."""
+    for name, gather in (("fp8_current", "both"), ("nvfp4_fprop_mxfp8_bwd", "both"), (TILES, "rowwise"),
+                         ("fp8_rowwise", "both"), ("nvfp4_fprop_mxfp8_bwd", "high_precision")):  # fmt: skip
+        run = training(recipe(name, weights="quantized", param_gather=gather), tp=2)
+        parameters = {n: p for n, p in run[0].named_parameters() if isinstance(p, mh.HybridTensor)}
+        for i in (0, 1):
+            if i:
+                step(run, i)
+            for n, master in whole_masters(run[0]).items():
+                if n.endswith(("linear_fc1.weight", "layers.0.mlp.linear_fc2.weight")):
+                    p, dim = parameters[n], int(n.endswith("linear_fc2.weight"))
+                    whole = p.quantizer.quantize(tensor_parallel_whole(master, dim))
+                    for mine, one in ((p.rowwise, whole.rowwise), (p.columnwise, whole.columnwise)):
+                        part = one.dequantize().chunk(2, dim)[mpu.get_tensor_model_parallel_rank()]
+                        assert torch.equal(mine.dequantize(), part), (name, gather, n, i, mine.direction)
 
 
 def main() -> None:
