@@ -24,8 +24,10 @@ Runs a Megatron pretraining script for GPT models with the flags of scripts/pret
 _MODULE = "megatron.training.arguments"
 
 
-def prepare() -> None:
+def prepare(*, hybrid_models: bool = False) -> None:
     """Make this process ready for a script that trains with Megatron. Call it before megatron is imported.
+
+    hybrid_models: the script gives hybrid models their layers (`mcore.hybrid_model.configure`); else they are refused.
 
     Raises `UserError` when Megatron-Core is missing or of another version, and `RecipeError` for a recipe that does
     not load, before the long imports.
@@ -46,12 +48,12 @@ def prepare() -> None:
     if not torch.cuda.is_available():
         cpu_device.install()
     patches.apply_all()
-    arguments_patch().apply()
+    arguments_patch(hybrid_models).apply()
     # a line for every module of every layer; our summary says the same in two
     logging.getLogger("megatron.core.quantization.quant_config").setLevel(logging.WARNING)
 
 
-def arguments_patch():
+def arguments_patch(hybrid_models: bool = False):
     """Our flags and checks inside Megatron's argument handling."""
     from .mcore import versions
     from .patches.framework import Change, Patch
@@ -59,7 +61,7 @@ def arguments_patch():
     return Patch(
         name="arguments",
         changes=(
-            Change(f"{_MODULE}:add_megatron_arguments", _adding_ours),
+            Change(f"{_MODULE}:add_megatron_arguments", functools.partial(_adding_ours, hybrid_models)),
             Change(f"{_MODULE}:validate_args", _validating_ours),
         ),
         versions=versions.SUPPORTED,
@@ -68,13 +70,13 @@ def arguments_patch():
     )
 
 
-def _adding_ours(original):
+def _adding_ours(hybrid_models, original):
     @functools.wraps(original)
     def add_megatron_arguments(parser):
         from .mcore import arguments
         from .patches import cpu_device
 
-        return arguments.add_arguments(original(parser), on_cpu=cpu_device.is_installed())
+        return arguments.add_arguments(original(parser), on_cpu=cpu_device.is_installed(), hybrid_models=hybrid_models)
 
     return add_megatron_arguments
 

@@ -136,20 +136,34 @@ def dataset_config(args):
     )
 
 
+def model_config(args):
+    """A GPT, or with ``--hybrid-layer-pattern`` Megatron's HybridModel, its layers those of the recipe."""
+    from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+
+    if args.hybrid_layer_pattern is None:
+        return gpt_config_from_args(args)
+    from megatron_hybrid.mcore import hybrid_model
+
+    config = hybrid_config_from_args(args)
+    if (spec := config.hybrid_stack_spec) is not None and hasattr(spec, "recipe"):
+        hybrid_model.configure(config, spec)
+    return config
+
+
 def main() -> None:
     if {"-h", "--help"} & set(sys.argv):
         print(help_text("scripts/pretrain_gpt.py"))
         return
     sys.argv = ["--help" if word == "--help-all" else word for word in sys.argv]
     with user_errors():
-        launch.prepare()
+        launch.prepare(hybrid_models=True)
         from megatron.core.enums import ModelType
         from megatron.training import pretrain
-        from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+        from megatron.training.argument_utils import pretrain_cfg_container_from_args
         from megatron.training.arguments import parse_and_validate_args
 
         args = parse_and_validate_args()
-        config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+        config = pretrain_cfg_container_from_args(args, model_config(args))
         pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 
 

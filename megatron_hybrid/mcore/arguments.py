@@ -68,12 +68,17 @@ class HybridQuantConfig:
     hq_demo_disable_attention: bool = _flag(False, argparse.SUPPRESS)
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, on_cpu: bool) -> argparse.ArgumentParser:
-    """Add our flags to Megatron's parser and set the defaults right; mistakes raise `UserError`."""
+def add_arguments(
+    parser: argparse.ArgumentParser, *, on_cpu: bool, hybrid_models: bool = False
+) -> argparse.ArgumentParser:
+    """Add our flags to Megatron's parser and set the defaults right; mistakes raise `UserError`.
+
+    hybrid_models: whether the script gives hybrid models their layers (`hybrid_model.configure`).
+    """
     from megatron.training.argument_utils import ArgumentGroupFactory
 
     ArgumentGroupFactory(HybridQuantConfig).build_group(parser, "hybrid quantization")
-    parser.set_defaults(**_defaults(on_cpu))
+    parser.set_defaults(**_defaults(on_cpu), hq_hybrid_models=hybrid_models)
     parser.error = lambda message: _refuse(parser, message)
     return parser
 

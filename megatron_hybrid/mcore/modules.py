@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 
 from ..roles import DPA, GROUPED_LINEAR, LINEAR, ModuleRole
+from .errors import UserError
 
 ATTENTION_LINEARS = ("self_attention.linear_qkv", "self_attention.linear_proj")
 MLP_LINEARS = ("mlp.linear_fc1", "mlp.linear_fc2")
@@ -35,22 +36,52 @@ def enumerate_modules(config) -> list[ModuleRole]:
     """
     depth = config.num_layers
     roles = []
-    for layer, has_experts in enumerate(expert_layers(config), 1):
+    for layer, parts in enumerate(layer_parts(config), 1):
         where = {"layer": layer, "num_layers": depth}
-        linears = ATTENTION_LINEARS
-        roles.append(ModuleRole(LINEAR, layer_module_name(layer, linears[0]), **where))
-        roles.append(ModuleRole(DPA, layer_module_name(layer, CORE_ATTENTION), **where))
-        roles.append(ModuleRole(LINEAR, layer_module_name(layer, linears[1]), **where))
-        mlp = MLP_LINEARS
-        if has_experts:
-            mlp = SHARED_EXPERT_LINEARS if config.moe_shared_expert_intermediate_size is not None else ()
+        for part in parts:
             roles += [
-                ModuleRole(GROUPED_LINEAR, layer_module_name(layer, leaf), expert=expert, **where)
-                for leaf in EXPERT_LINEARS
-                for expert in range(config.num_moe_experts)
+                ModuleRole(kind, layer_module_name(layer, leaf), expert=expert, **where)
+                for kind, leaf, expert in _PARTS[part](config)
             ]
-        roles += [ModuleRole(LINEAR, layer_module_name(layer, leaf), **where) for leaf in mlp]
     return [*roles, output_layer_role(depth)]
+
+
+ATTENTION, MLP, EXPERTS = "*", "-", "E"  # Megatron's symbols of a hybrid model's layers
+
+
+def layer_parts(config) -> list[str]:
+    """What each layer consists of, as Megatron's symbols: a GPT layer of attention and MLP or experts, a layer of a
+    hybrid pattern of one of them. Raises `UserError` for a pattern's layers that a recipe cannot reach."""
+    pattern = getattr(config, "hybrid_layer_pattern", None)
+    if pattern is None:
+        return [ATTENTION + (EXPERTS if has_experts else MLP) for has_experts in expert_layers(config)]
+    symbols = pattern.replace("|", "")
+    if unknown := sorted(set(symbols) - set(_PARTS)):
+        raise UserError(
+            f"--hybrid-layer-pattern {pattern}: layers {', '.join(unknown)} are not supported with a recipe; "
+            f"attention ({ATTENTION}), MLP ({MLP}) and experts ({EXPERTS}) are"
+        )
+    if EXPERTS in symbols and config.num_moe_experts is None:
+        raise UserError(f"--hybrid-layer-pattern {pattern}: layers of experts ({EXPERTS}) without --num-experts")
+    return list(symbols)
+
+
+def _attention_leaves(config):
+    qkv, proj = ATTENTION_LINEARS
+    return [(LINEAR, qkv, None), (DPA, CORE_ATTENTION, None), (LINEAR, proj, None)]
+
+
+def _expert_leaves(config):
+    experts = [(GROUPED_LINEAR, leaf, e) for leaf in EXPERT_LINEARS for e in range(config.num_moe_experts)]
+    shared = SHARED_EXPERT_LINEARS if config.moe_shared_expert_intermediate_size is not None else ()
+    return [*experts, *((LINEAR, leaf, None) for leaf in shared)]
+
+
+_PARTS = {
+    ATTENTION: _attention_leaves,
+    MLP: lambda config: [(LINEAR, leaf, None) for leaf in MLP_LINEARS],
+    EXPERTS: _expert_leaves,
+}
 
 
 def expert_layers(config) -> list[bool]:

@@ -13,7 +13,6 @@ from ..plan import GemmPlan, PlanError
 from ..recipe import Recipe
 from ..recipe_callable import load_recipe
 from . import checkpoint, metrics, recipes, validation
-from .errors import UserError
 from .planning import cut_shards, explained, high_precision_gathers, plans_by_step
 from .spec import HybridLayerSpec
 
@@ -43,6 +42,7 @@ def after_validation(args, recipe: Recipe) -> None:
     fused = False if args.hq_plain_layers else None
     spec = HybridLayerSpec(recipe, attention_zeroed=args.hq_demo_disable_attention, fused=fused)
     config = core_transformer_config_from_args(args)
+    config.hybrid_layer_pattern = args.hybrid_layer_pattern
     recipe = spec.recipe_for(config)
     validation.check_quantized_weights(args, recipe)
     device = training_device(args.local_rank)

@@ -73,11 +73,9 @@ class HybridSpecProvider(LocalSpecProvider):
         return functools.partial(SequentialMLP, submodules=linears)
 
 
-class HybridTransformerLayer(TransformerLayer):
-    """Megatron's layer, which tells its linears its number: paths count from 0 in every pipeline stage.
-
-    Experts built one by one are told which they are.
-    """
+class NumberedLayer:
+    """What our layers add to Megatron's: they tell their linears their number, as paths count from 0 in every pipeline
+    stage. Experts built one by one are told which they are."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -87,6 +85,10 @@ class HybridTransformerLayer(TransformerLayer):
         if isinstance(self.mlp, MoELayer):
             for number, expert in zip(self.mlp.local_expert_indices, getattr(self.mlp.experts, "local_experts", ())):
                 expert.linear_fc1.hq_expert = expert.linear_fc2.hq_expert = number
+
+
+class HybridTransformerLayer(NumberedLayer, TransformerLayer):
+    """Megatron's layer."""
 
 
 def refuse_unsupported(config) -> None:
@@ -186,7 +188,8 @@ class HybridLayerSpec:
             dispatch.refuse_unsupported(config)
         return recipe
 
-    def __call__(self, model_config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    def install(self, model_config) -> tuple[Recipe, LayerParts]:
+        """What a model's configuration needs besides layers: the recipe on its way to every module, and the hooks."""
         config = model_config.transformer
         recipe = self.recipe_for(config)
         config.quant_recipe = carry(recipe)
@@ -202,7 +205,12 @@ class HybridLayerSpec:
         for hook in wanted:
             if hook is not None and hook not in hooks:
                 hooks.append(hook)
-        layers = _layers(config, vp_stage, functools.partial(layer_spec, attention_zeroed=self.attention_zeroed, parts=parts))
+        return recipe, parts
+
+    def __call__(self, model_config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+        _, parts = self.install(model_config)
+        build = functools.partial(layer_spec, attention_zeroed=self.attention_zeroed, parts=parts)
+        layers = _layers(model_config.transformer, vp_stage, build)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts.norm)
 
 

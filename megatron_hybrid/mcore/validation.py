@@ -33,8 +33,11 @@ def check_flags(args) -> None:
             f"--spec {' '.join(args.spec)} beside --hq-recipe {args.hq_recipe}: both name the model's layers; "
             "leave one out"
         )
-    if args.hybrid_layer_pattern is not None:
-        raise UserError(f"--hybrid-layer-pattern beside --hq-recipe {args.hq_recipe}: only GPT models for now")
+    if args.hybrid_layer_pattern is not None and not args.hq_hybrid_models:
+        raise UserError(
+            f"--hybrid-layer-pattern beside --hq-recipe {args.hq_recipe}: a script's hybrid model cannot be reached; "
+            "train it with scripts/pretrain_gpt.py"
+        )
     if args.hq_stats_interval < 0:
         raise UserError(f"--hq-stats-interval {args.hq_stats_interval}: a number of iterations, or 0 for never")
     if args.hq_stats_interval and statistics_path(args) is None:

@@ -55,6 +55,7 @@ TABLE = {
         ["--num-experts", "3", "--expert-model-parallel-size", "2"],
         ["--num-experts 3", "--expert-model-parallel-size 2", "does not divide"],
     ),
+    "mamba": (["--hybrid-layer-pattern", "M*-"], ["--hybrid-layer-pattern M*-", "layers M are not supported"]),
     "no_experts_on_ranks": (["--expert-model-parallel-size", "2"], ["without --num-experts"]),
     "window": (["--window-size", "8,0"], ["--window-size"]),
     "strict": (["--hq-recipe", MIXED, "--hq-strict"], ["--hq-strict", "fprop", "emulated on cpu"]),

@@ -70,6 +70,7 @@ CASES = [
     run("travelling", *EP2, recipe="{folder}/travelling.yaml"),
     run("recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe"),
     run("act_recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+    run("hybrid", *EP2, *from_ep2(), "--hybrid-layer-pattern", "*E*E"),
     run("top1", *EP2, "--moe-router-topk", "1", "--moe-router-pre-softmax"),
     run("explain", *EP2, "--moe-shared-expert-intermediate-size", "96", "--hq-explain", recipe="{folder}/mixed.yaml"),
 ]  # fmt: skip
@@ -116,6 +117,7 @@ def test_fifty_steps_are_finite_and_fall(runs, name):
         # neither dispatchers, quantized or not, nor recomputation change a bit, nor does padding to capacity
         *((name, "ep2") for name in ("ep2_gathered", "recomputed", "act_recomputed", "travelling")),
         ("padded", "dropped"),
+        ("hybrid", "ep2"),  # Megatron's HybridModel of the same layers, from the GPT's checkpoint
     ],
 )
 def test_is_the_same_bit_for_bit(runs, name, original):

@@ -39,6 +39,8 @@ def stock(name: str, *flags: str, launcher: bool = False, patches: bool = False)
     return Case(name, [*first, *MODEL, *MOCK, "--tensor-model-parallel-size", "2", *flags], patches=patches)
 
 
+FULLY = "--dist-ckpt-optim-fully-reshardable"
+HYBRID = ["--hybrid-layer-pattern", "*-*-"]
 CASES = [
     ours("whole", "--hq-recipe", MIXED, "--save", "{folder}/ckpt", "--save-interval", "2"),
     ours("resumed", "--hq-recipe", MIXED, "--load", "{folder}/ckpt", "--ckpt-step", "2"),
@@ -71,6 +73,12 @@ CASES = [
          parallel=FSDP2, model=WITHOUT_DISTRIBUTED_OPTIMIZER),
     ours("fsdp2_resumed", "--hq-recipe", "{folder}/payloads.yaml", "--load", "{folder}/fsdp2_ckpt", "--ckpt-step", "2",
          parallel=FSDP2, model=WITHOUT_DISTRIBUTED_OPTIMIZER),
+    ours("gpt", "--hq-recipe", MIXED, "--save", "{folder}/gpt", "--save-interval", "2", FULLY),
+    ours("hybrid", "--hq-recipe", MIXED, *HYBRID, "--load", "{folder}/gpt", "--ckpt-step", "2", FULLY,
+         "--save", "{folder}/hybrid", "--save-interval", "3"),
+    ours("hybrid_resumed", "--hq-recipe", MIXED, *HYBRID, "--load", "{folder}/hybrid", "--ckpt-step", "3", FULLY),
+    ours("hybrid_pipeline", "--hq-recipe", "{folder}/mine.yaml", "--hybrid-layer-pattern", "*-|*-",
+         parallel=["--pipeline-model-parallel-size", "2"]),
     ours("explain", "--hq-recipe", "{folder}/mine.yaml", "--hq-explain"),
 ]  # fmt: skip
 
@@ -150,6 +158,22 @@ def test_bf16_recipe_trains_as_megatron_does(runs):
     found = numbers(runs, "from_plain")[3]
     assert found["loss"] == pytest.approx(float(logged["lm loss"]), rel=2e-3)
     assert found["grad_norm"] == pytest.approx(float(logged["grad norm"]), rel=2e-2)
+
+
+def test_a_hybrid_model_is_the_gpt_of_its_pattern(runs):
+    """Megatron's HybridModel loads the GPT's checkpoint, optimizer and all, and goes on as the GPT does, bit for bit; so
+    does it from its own."""
+    expected = numbers(runs, "gpt")
+    for name, iterations in (("hybrid", [3, 4]), ("hybrid_resumed", [4])):
+        found = numbers(runs, name)
+        assert sorted(found) == iterations
+        for iteration, entry in found.items():
+            for key in entry.keys() - {"ms"}:
+                assert entry[key] == expected[iteration][key], (name, iteration, key)
+    assert "> 8 of 9 linears quantized" in runs[1]["hybrid"].output[0]
+    # of four layers the first is left alone: its attention, two linears of eight
+    assert "> 6 of 9 linears quantized" in runs[1]["hybrid_pipeline"].output[0]
+    assert 0 < numbers(runs, "hybrid_pipeline")[ITERATIONS]["loss"] < numbers(runs, "hybrid_pipeline")[1]["loss"]
 
 
 def test_start_says_what_is_quantized(runs):

@@ -39,3 +39,20 @@ def test_rules_by_layer_reach_the_global_layer_only():
     roles = [role for role in enumerate_modules(SimpleNamespace(num_layers=4)) if role.module_type == "linear"]
     left_alone = {role.layer for role in roles if not recipe.resolve(role).is_quantized}
     assert left_alone == {1, 4, None}  # None: the output layer
+
+
+def test_layers_of_a_hybrid_pattern():
+    """A symbol a layer, whatever the pipeline's bars; what a recipe cannot reach is refused by name."""
+    sizes = dict(num_layers=5, num_moe_experts=2, moe_shared_expert_intermediate_size=None, moe_layer_freq=1)
+    roles = enumerate_modules(SimpleNamespace(**sizes, hybrid_layer_pattern="*-|*E-"))
+    found = [(role.layer, role.name.split(".", 3)[-1], role.expert) for role in roles if role.module_type != "dpa"]
+    assert found == [
+        (1, "self_attention.linear_qkv", None), (1, "self_attention.linear_proj", None),
+        (2, "mlp.linear_fc1", None), (2, "mlp.linear_fc2", None),
+        (3, "self_attention.linear_qkv", None), (3, "self_attention.linear_proj", None),
+        *((4, f"mlp.experts.linear_fc{n}", expert) for n in (1, 2) for expert in range(2)),
+        (5, "mlp.linear_fc1", None), (5, "mlp.linear_fc2", None), (None, "output_layer", None),
+    ]  # fmt: skip
+    for pattern, words in (("M*-", "layers M are not supported"), ("*E", "without --num-experts")):
+        with pytest.raises(ValueError, match=words):
+            enumerate_modules(SimpleNamespace(num_layers=2, num_moe_experts=None, hybrid_layer_pattern=pattern))
