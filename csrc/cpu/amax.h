@@ -68,32 +68,65 @@ inline int32_t row_amax(const typename T::Raw* __restrict x, int64_t n, bool kee
   return raw_to_bits<T>(all);
 }
 
-// Maxima of the columns of a strip of up to kTileCols columns, over all rows.
+// Maxima of n columns from k0 on, over all rows, straight from memory.
+constexpr int kStripCols = 4096;  // long rows for the hardware's prefetching, maxima that stay in the first cache
+
 template <class T>
-inline void cols_amax(const Matrix& x, int64_t k0, int n, bool keep_nan, int32_t* out) {
-  const auto limit = magnitude_limit<T>(keep_nan);
-  alignas(kCacheLine) typename RawBits<T>::Int most[kTileCols] = {};
-  for (int64_t i = 0; i < x.rows; ++i) {
-    const auto* __restrict row = static_cast<const typename T::Raw*>(x.data) + i * x.row_stride + k0;
+inline void cols_amax(const AmaxArgs& a, int64_t k0, int n) {
+  const auto limit = magnitude_limit<T>(keeps_nan(a.spec));
+  alignas(kCacheLine) typename RawBits<T>::Int most[kStripCols] = {};
+  for (int64_t i = 0; i < a.x.rows; ++i) {
+    const auto* __restrict row = static_cast<const typename T::Raw*>(a.x.data) + i * a.x.row_stride + k0;
     for (int j = 0; j < n; ++j) {
       const auto bits = raw_magnitude<T>(row[j], limit);
       most[j] = bits > most[j] ? bits : most[j];
     }
   }
-  for (int j = 0; j < n; ++j) out[j] = raw_to_bits<T>(most[j]);
+  for (int j = 0; j < n; ++j) a.out[k0 + j] = amax_from_bits(raw_to_bits<T>(most[j]));
 }
 
-// Maxima of a tile that went through the scratch array, row by row.
-inline void tile_load(const AmaxArgs& a, const Tile& t, Scratch& s) {
-  load_tile(a.x, t, s);
-  if (a.spec.rht) hadamard_tile(a.spec, t, s, false);
+inline void direct_cols_amax(const AmaxArgs& a, int threads) {
+  const int64_t k = a.x.cols;
+  const int64_t share = ((k + threads - 1) / threads + kTileCols - 1) / kTileCols * kTileCols;
+  const int64_t width = share < kTileCols ? kTileCols : (share < kStripCols ? share : kStripCols);
+#pragma omp parallel for num_threads(threads) schedule(static)
+  for (int64_t k0 = 0; k0 < k; k0 += width) {
+    const int n = static_cast<int>(k - k0 < width ? k - k0 : width);
+    switch (a.x.dtype) {
+      case Dtype::bf16: cols_amax<BFloat16>(a, k0, n); break;
+      case Dtype::f16: cols_amax<Float16>(a, k0, n); break;
+      case Dtype::f32: cols_amax<Float32>(a, k0, n); break;
+    }
+  }
 }
 
+// Maxima of a loaded tile's columns, after the transform where the format has one, added to `most`.
+inline void tile_cols_amax(const AmaxArgs& a, const Tile& t, Scratch& s, int32_t* __restrict most) {
+  const int32_t limit = magnitude_limit<Float32>(keeps_nan(a.spec));
+  int r = 0;
+  if (a.spec.rht)
+    for (; r + kHadamardSize <= t.rows; r += kHadamardSize) hadamard_down_amax(s.row(r), kTileCols, t.cols, limit, most);
+  for (; r < t.rows; ++r) {
+    const float* __restrict row = s.row(r);
+    for (int j = 0; j < t.cols; ++j) most[j] = max_bits(most[j], raw_magnitude<Float32>(row[j], limit));
+  }
+}
+
+// Maxima of a tile that goes through the scratch array: of each row into `rows` where they are asked for, of all as the
+// result.
 inline int32_t tile_amax(const AmaxArgs& a, const Tile& t, Scratch& s, int32_t* rows) {
-  tile_load(a, t, s);
+  load_tile(a.x, t, s);
   int32_t all = 0;
+  if (a.spec.axis == 1) {  // then nobody asks for rows
+    alignas(kCacheLine) int32_t most[kTileCols] = {};
+    tile_cols_amax(a, t, s, most);
+    for (int j = 0; j < t.cols; ++j) all = max_bits(all, most[j]);
+    return all;
+  }
+  const bool keep = keeps_nan(a.spec);
   for (int r = 0; r < t.rows; ++r) {
-    const int32_t most = row_amax<Float32>(s.row(r), t.cols, keeps_nan(a.spec));
+    const int32_t most = a.spec.rht ? hadamard_along_amax(s.row(r), t.cols, magnitude_limit<Float32>(keep))
+                                    : row_amax<Float32>(s.row(r), t.cols, keep);
     rows[r] = max_bits(rows[r], most);
     all = max_bits(all, most);
   }
@@ -128,30 +161,17 @@ inline int32_t strip_rows_amax(const AmaxArgs& a, const Tiling& g, int64_t strip
   }
 }
 
-// Maxima of the columns of a strip of columns, down all rows.
+// Maxima of the columns of a tile's width, down all rows, through the scratch array.
 inline void strip_cols_amax(const AmaxArgs& a, const Tiling& g, int64_t strip, Scratch& s, int32_t* cols) {
-  const int64_t k0 = strip * kTileCols;
-  const int n = static_cast<int>(g.k - k0 < kTileCols ? g.k - k0 : kTileCols);
-  const bool keep = keeps_nan(a.spec);
-  if (is_direct(a)) {
-    switch (a.x.dtype) {
-      case Dtype::bf16: return cols_amax<BFloat16>(a.x, k0, n, keep, cols);
-      case Dtype::f16: return cols_amax<Float16>(a.x, k0, n, keep, cols);
-      default: return cols_amax<Float32>(a.x, k0, n, keep, cols);
-    }
-  }
-  const int32_t limit = magnitude_limit<Float32>(keep);
   for (int64_t i = 0; i < g.down; ++i) {
     const Tile t = g.at(i, strip);
-    tile_load(a, t, s);
-    for (int r = 0; r < t.rows; ++r) {
-      const float* __restrict row = s.row(r);
-      for (int j = 0; j < n; ++j) cols[j] = max_bits(cols[j], raw_magnitude<Float32>(row[j], limit));
-    }
+    load_tile(a.x, t, s);
+    tile_cols_amax(a, t, s, cols);
   }
 }
 
 inline void amax_of_cols(const AmaxArgs& a, const Tiling& g, int threads) {
+  if (is_direct(a)) return direct_cols_amax(a, threads);
 #pragma omp parallel num_threads(threads)
   {
     Scratch s;

@@ -5,6 +5,21 @@
 
 MH_NUMERICS_BEGIN
 
+template <int size>
+inline void spread(const float* __restrict in, float* __restrict out, int n) {
+  for (int g = 0; g < n / size; ++g)
+    for (int e = 0; e < size; ++e) out[g * size + e] = in[g];
+  for (int j = n / size * size; j < n; ++j) out[j] = in[j / size];
+}
+
+inline void spread(int size, const float* in, float* out, int n) {
+  switch (size) {
+    case 16: return spread<16>(in, out, n);
+    case 32: return spread<32>(in, out, n);
+    default: return spread<128>(in, out, n);
+  }
+}
+
 // Decode scales of the columns of scale row `block_row`.
 inline void column_scales(const DequantizeArgs& a, const Tile& t, int64_t block_row, float* scales) {
   const int size = a.spec.block_k;

@@ -26,6 +26,8 @@ constexpr int kVectorBytes = 16;
 
 constexpr int kLanes = kVectorBytes / static_cast<int>(sizeof(float));
 typedef float FloatLanes __attribute__((vector_size(kVectorBytes)));
+typedef int32_t IntLanes __attribute__((vector_size(kVectorBytes)));
+typedef uint16_t DrawLanes __attribute__((vector_size(kVectorBytes / 2)));
 typedef uint64_t WordLanes __attribute__((vector_size(kVectorBytes)));
 typedef uint8_t ByteLanes __attribute__((vector_size(16)));
 
@@ -66,6 +68,57 @@ MH_HD void store_lanes(void* to, V v) {
   memcpy(to, &v, sizeof v);
 }
 
+MH_HD IntLanes max_lanes(IntLanes a, IntLanes b) { return a > b ? a : b; }
+
+template <>
+struct Words<FloatLanes> {
+  using Int = IntLanes;
+  static MH_HD Int bits(FloatLanes x) { return (Int)x; }
+  static MH_HD FloatLanes value(Int bits) { return (FloatLanes)bits; }
+  static MH_HD Int min(Int a, Int b) { return a < b ? a : b; }
+  static MH_HD Int max(Int a, Int b) { return max_lanes(a, b); }
+  static MH_HD Int truncated(FloatLanes x) { return __builtin_convertvector(x, Int); }
+  static MH_HD Int if_less(Int a, Int b, Int then, Int otherwise) { return a < b ? then : otherwise; }
+};
+
+constexpr int kByteGroup = 4 * kLanes;  // numbers whose codes, a byte each, fill a vector
+
+// Codes of kByteGroup numbers, 32 bits each, to as many bytes in their order.
+MH_HD void store_bytes(uint8_t* out, const IntLanes (&v)[4]) {
+#if defined(__AVX512F__)
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i low = _mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]);
+  const __m512i high = _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]);
+  _mm512_storeu_si512(out, _mm512_maskz_permutexvar_epi32(0xffff, order, _mm512_packus_epi16(low, high)));
+#elif defined(__AVX2__)
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i low = _mm256_packus_epi32((__m256i)v[0], (__m256i)v[1]);
+  const __m256i high = _mm256_packus_epi32((__m256i)v[2], (__m256i)v[3]);
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), bytes);
+#elif defined(__SSE2__)
+  const __m128i low = _mm_packs_epi32((__m128i)v[0], (__m128i)v[1]), high = _mm_packs_epi32((__m128i)v[2], (__m128i)v[3]);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(out), _mm_packus_epi16(low, high));
+#else
+  for (int i = 0; i < kByteGroup; ++i) out[i] = static_cast<uint8_t>(v[i / kLanes][i % kLanes]);
+#endif
+}
+
+MH_HD IntLanes abs_lanes(FloatLanes v) { return (IntLanes)v & kAbsMask; }
+
+// Lane g of the result is the largest lane of v[g], for kLanes vectors. As a transpose, but each interleaved pair is
+// merged at once, so that every stage has half as many vectors.
+MH_HD IntLanes largest_lanes(IntLanes (&v)[kLanes]) {
+  using Lane = std::make_index_sequence<kLanes>;
+  MH_UNROLL
+  for (int n = kLanes / 2; n > 0; n /= 2) {
+    MH_UNROLL
+    for (int i = 0; i < kLanes / 2; ++i)
+      if (i < n) v[i] = max_lanes(interleave<0>(v[i], v[i + n], Lane{}), interleave<kLanes / 2>(v[i], v[i + n], Lane{}));
+  }
+  return v[0];
+}
+
 // out[j * out_ld + i] = in[i * in_ld + j] for 16 x 16 bytes
 inline void transpose_16x16(const uint8_t* in, int64_t in_ld, uint8_t* out, int64_t out_ld) {
   ByteLanes v[16];
@@ -104,9 +157,8 @@ inline void hadamard_down(float* rows, int64_t ld, int n, bool inverse) {
   }
 }
 
-// The same for groups along a row: kLanes of them are transposed into lanes, transformed and transposed back.
-inline void hadamard_groups(float* groups, bool inverse) {
-  FloatLanes v[kHadamardSize];
+// kLanes groups along a row, a lane a group.
+inline void load_groups(const float* groups, FloatLanes (&v)[kHadamardSize]) {
   MH_UNROLL
   for (int part = 0; part < kHadamardSize; part += kLanes) {
     FloatLanes square[kLanes];
@@ -116,6 +168,12 @@ inline void hadamard_groups(float* groups, bool inverse) {
     MH_UNROLL
     for (int g = 0; g < kLanes; ++g) v[part + g] = square[g];
   }
+}
+
+// The transform of groups along a row: kLanes of them are transposed into lanes, transformed and transposed back.
+inline void hadamard_groups(float* groups, bool inverse) {
+  FloatLanes v[kHadamardSize];
+  load_groups(groups, v);
   hadamard16(v, inverse);
   MH_UNROLL
   for (int part = 0; part < kHadamardSize; part += kLanes) {
@@ -140,6 +198,58 @@ inline void hadamard_along(float* row, int n, bool inverse) {
   }
 }
 
+// Magnitudes above `limit` count as 0, as in amaxes.
+MH_HD IntLanes limited_lanes(FloatLanes v, int32_t limit) {
+  const IntLanes bits = abs_lanes(v);
+  return bits & (bits <= limit);
+}
+
+// Largest magnitudes after the transform of groups down 16 rows, column by column, added to `most`.
+inline void hadamard_down_amax(const float* rows, int64_t ld, int n, int32_t limit, int32_t* most) {
+  int j = 0;
+  for (; j + kLanes <= n; j += kLanes) {
+    FloatLanes v[kHadamardSize];
+    MH_UNROLL
+    for (int e = 0; e < kHadamardSize; ++e) v[e] = load_lanes<FloatLanes>(rows + e * ld + j);
+    hadamard16(v, false);
+    IntLanes all = load_lanes<IntLanes>(most + j);
+    MH_UNROLL
+    for (int e = 0; e < kHadamardSize; ++e) all = max_lanes(all, limited_lanes(v[e], limit));
+    store_lanes(most + j, all);
+  }
+  for (; j < n; ++j) {
+    float v[kHadamardSize];
+    for (int e = 0; e < kHadamardSize; ++e) v[e] = rows[e * ld + j];
+    hadamard16(v, false);
+    for (int e = 0; e < kHadamardSize; ++e) most[j] = max_bits(most[j], abs_bits(v[e]) <= limit ? abs_bits(v[e]) : 0);
+  }
+}
+
+// Largest magnitude of a row after the transform of its groups; a last group under 16 is not transformed. The order of
+// the lanes does not matter to it, so nothing is transposed back.
+inline int32_t hadamard_along_amax(const float* row, int n, int32_t limit) {
+  const int groups = n / kHadamardSize;
+  IntLanes lanes = {};
+  int g = 0;
+  for (; g + kLanes <= groups; g += kLanes) {
+    FloatLanes v[kHadamardSize];
+    load_groups(row + g * kHadamardSize, v);
+    hadamard16(v, false);
+    MH_UNROLL
+    for (int e = 0; e < kHadamardSize; ++e) lanes = max_lanes(lanes, limited_lanes(v[e], limit));
+  }
+  int32_t all = 0;
+  for (int e = 0; e < kLanes; ++e) all = max_bits(all, lanes[e]);
+  for (int at = g * kHadamardSize; at < n; at += kHadamardSize) {
+    const int size = n - at < kHadamardSize ? n - at : kHadamardSize;
+    float v[kHadamardSize] = {};
+    memcpy(v, row + at, static_cast<size_t>(size) * sizeof(float));
+    if (size == kHadamardSize) hadamard16(v, false);
+    for (int e = 0; e < size; ++e) all = max_bits(all, abs_bits(v[e]) <= limit ? abs_bits(v[e]) : 0);
+  }
+  return all;
+}
+
 // A word in the low half of each 64-bit lane; the high half holds anything.
 template <>
 struct WordOps<WordLanes> {
@@ -155,21 +265,79 @@ struct WordOps<WordLanes> {
     return (a & 0xffffffffu) * k;
 #endif
   }
-  static MH_HD WordLanes high(WordLanes p) { return p >> 32; }
+  static MH_HD WordLanes high(WordLanes p) {
+    return (WordLanes)odd_twice((IntLanes)p, std::make_index_sequence<kLanes>{});
+  }
   static MH_HD WordLanes low(WordLanes p) { return p; }
+
+ private:
+  // not a shift, which would wait for the unit that multiplies
+  template <size_t... i>
+  static MH_HD IntLanes odd_twice(IntLanes v, std::index_sequence<i...>) {
+    return __builtin_shufflevector(v, v, (static_cast<int>(i) | 1)...);
+  }
 };
 
-constexpr int kCallLanes = kVectorBytes / static_cast<int>(sizeof(uint64_t));  // Philox calls at a time
+// Several vectors of words: rounds of independent calls fill the time that each waits for its products.
+constexpr int kChains = 4;
 
-// 8 * kCallLanes draws from group `group` on, in the order of the elements.
+struct WordChains {
+  WordLanes v[kChains];
+};
+
+MH_HD WordChains operator^(WordChains a, const WordChains& b) {
+  MH_UNROLL
+  for (int i = 0; i < kChains; ++i) a.v[i] ^= b.v[i];
+  return a;
+}
+
+MH_HD WordChains operator^(WordChains a, uint32_t b) {
+  MH_UNROLL
+  for (int i = 0; i < kChains; ++i) a.v[i] ^= b;
+  return a;
+}
+
+MH_HD WordChains operator+(WordChains a, uint32_t b) {
+  MH_UNROLL
+  for (int i = 0; i < kChains; ++i) a.v[i] += b;
+  return a;
+}
+
+template <>
+struct WordOps<WordChains> {
+  static MH_HD WordChains product(WordChains a, uint32_t b) {
+    MH_UNROLL
+    for (int i = 0; i < kChains; ++i) a.v[i] = WordOps<WordLanes>::product(a.v[i], b);
+    return a;
+  }
+  static MH_HD WordChains high(WordChains p) {
+    MH_UNROLL
+    for (int i = 0; i < kChains; ++i) p.v[i] = WordOps<WordLanes>::high(p.v[i]);
+    return p;
+  }
+  static MH_HD WordChains low(WordChains p) { return p; }
+};
+
+constexpr int kCallLanes = kVectorBytes / static_cast<int>(sizeof(uint64_t));  // Philox calls in a vector
+constexpr int kCallsAtATime = kCallLanes * kChains;
+
+// 8 * kCallsAtATime draws from group `group` on, in the order of the elements.
 inline void draw_lanes(const RandomKey& key, uint64_t group, uint16_t* draws) {
   using Lane = std::make_index_sequence<kCallLanes>;
-  WordLanes groups;
-  for (int c = 0; c < kCallLanes; ++c) groups[c] = group + static_cast<uint64_t>(c);
-  const Philox<WordLanes> w = random_words<WordLanes>(key, groups, groups >> 32);
-  const WordLanes low = (w.c0 & 0xffffffffu) | w.c1 << 32, high = (w.c2 & 0xffffffffu) | w.c3 << 32;
-  store_lanes(draws, interleave<0>(low, high, Lane{}));
-  store_lanes(draws + 4 * kCallLanes, interleave<kCallLanes / 2>(low, high, Lane{}));
+  WordChains low_words, high_words;
+  MH_UNROLL
+  for (int i = 0; i < kChains; ++i) {
+    for (int c = 0; c < kCallLanes; ++c) low_words.v[i][c] = group + static_cast<uint64_t>(i * kCallLanes + c);
+    high_words.v[i] = low_words.v[i] >> 32;
+  }
+  const Philox<WordChains> w = random_words<WordChains>(key, low_words, high_words);
+  MH_UNROLL
+  for (int i = 0; i < kChains; ++i, draws += 8 * kCallLanes) {
+    const WordLanes low = (w.c0.v[i] & 0xffffffffu) | w.c1.v[i] << 32;
+    const WordLanes high = (w.c2.v[i] & 0xffffffffu) | w.c3.v[i] << 32;
+    store_lanes(draws, interleave<0>(low, high, Lane{}));
+    store_lanes(draws + 4 * kCallLanes, interleave<kCallLanes / 2>(low, high, Lane{}));
+  }
 }
 
 MH_NUMERICS_END

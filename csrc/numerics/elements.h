@@ -48,6 +48,18 @@ struct F16 {
   static constexpr bool kHasInf = true;
 };
 
+// What an F's bits are and how they are compared: a float here, the CPU loops add vectors of floats.
+template <class F>
+struct Words {
+  using Int = int32_t;
+  static MH_HD Int bits(F x) { return static_cast<Int>(float_bits(x)); }
+  static MH_HD F value(Int bits) { return bits_float(static_cast<uint32_t>(bits)); }
+  static MH_HD Int min(Int a, Int b) { return a < b ? a : b; }
+  static MH_HD Int max(Int a, Int b) { return max_bits(a, b); }
+  static MH_HD Int truncated(F x) { return static_cast<Int>(x); }
+  static MH_HD Int if_less(Int a, Int b, Int then, Int otherwise) { return a < b ? then : otherwise; }
+};
+
 // FP32 -> code, nearest even, saturating. Branch-free, so that loops over it vectorise.
 //
 // Let 2^e be the power of two of |x|, but at least the type's smallest normal number. Codes around |x| are then
@@ -55,21 +67,33 @@ struct F16 {
 // |x| to it, ties to even, and leaves n = |x| / 2^(e - mantissa) in the sum's low bits. The code is n plus one mantissa
 // range for every power of two above the smallest: n carries into the exponent where |x| rounds up to 2^(e + 1), and is
 // the code itself where |x| is subnormal.
-template <class E>
-MH_HD uint32_t encode(float x) {
+// `encode_number` does not know NaN: what it makes of one is no code. Callers that cannot meet one save the comparison.
+template <class E, class F>
+MH_HD typename Words<F>::Int encode_number(F x) {
+  using W = Words<F>;
   constexpr int kShift = 23 - E::kMantissa;
   constexpr int32_t kMinNormal = (128 - E::kBias) << 23;
-  constexpr uint32_t kMagnitude = (1u << (E::kBits - 1)) - 1;
+  constexpr int32_t kMagnitude = (1 << (E::kBits - 1)) - 1, kSign = 1 << (E::kBits - 1);
 
-  const uint32_t bits = float_bits(x);
-  const int32_t abs = static_cast<int32_t>(bits) & kAbsMask;
-  const int32_t a = abs < E::kMaxBits ? abs : E::kMaxBits;
-  const int32_t power = max_bits(a & kInfBits, kMinNormal);
-  const int32_t m = power + (kShift << 23);
-  const float rounded = bits_float(static_cast<uint32_t>(a)) + bits_float(static_cast<uint32_t>(m));
-  const int32_t magnitude = static_cast<int32_t>(float_bits(rounded)) - m + ((power - kMinNormal) >> kShift);
-  const uint32_t code = (static_cast<uint32_t>(magnitude) & kMagnitude) | ((bits >> (32 - E::kBits)) & ~kMagnitude);
-  return abs > kInfBits ? E::kNan : code;
+  const auto zero = W::bits(x) ^ W::bits(x);
+  const auto bits = W::bits(x);
+  const auto a = W::min(bits & kAbsMask, zero + E::kMaxBits);
+  const auto power = W::max(a & kInfBits, zero + kMinNormal);
+  const auto m = power + (kShift << 23);
+  const auto magnitude = W::bits(W::value(a) + W::value(m)) - m + ((power - kMinNormal) >> kShift);
+  return (magnitude & kMagnitude) | ((bits >> (32 - E::kBits)) & kSign);
+}
+
+template <class E, class F>
+MH_HD typename Words<F>::Int encode_words(F x) {
+  using W = Words<F>;
+  const auto abs = W::bits(x) & kAbsMask;
+  return W::if_less((abs ^ abs) + kInfBits, abs, (abs ^ abs) + static_cast<int32_t>(E::kNan), encode_number<E>(x));
+}
+
+template <class E>
+MH_HD uint32_t encode(float x) {
+  return static_cast<uint32_t>(encode_words<E>(x));
 }
 
 template <class E>

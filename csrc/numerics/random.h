@@ -67,16 +67,20 @@ MH_HD uint32_t random_draw(const RandomKey& key, uint64_t index) {
 // w holds lo's code above f, 16 bits each. From 1 up, lo is |x| without its low 22 mantissa bits and those are
 // (|x| - lo) / (hi - lo) in units of 2^-22: w is the bits of |x|, shifted. Below 1 the step is 1/2, so w counts units of
 // 2^-17; the product is exact and the conversion truncates. Adding 65535 - u carries into the code exactly when u < f.
-MH_HD uint32_t encode_e2m1_stochastic(float x, uint32_t u) {
+template <class F>
+MH_HD typename Words<F>::Int encode_number_stochastic(F x, typename Words<F>::Int u) {
+  using W = Words<F>;
   constexpr int32_t kOne = 0x3f800000, kOneShifted = (kOne >> 6) - (2 << 16);  // 1.0 has code 2
-  const uint32_t bits = float_bits(x);
-  const int32_t abs = static_cast<int32_t>(bits) & kAbsMask;
-  const int32_t a = abs < E2M1::kMaxBits ? abs : E2M1::kMaxBits;
-  const int32_t below_one = static_cast<int32_t>(bits_float(static_cast<uint32_t>(a)) * 131072.0f);
-  const int32_t w = a < kOne ? below_one : (a >> 6) - kOneShifted;
-  const int32_t code = (w + 65535 - static_cast<int32_t>(u)) >> 16;
-  const uint32_t signed_code = static_cast<uint32_t>(code) | ((bits >> 31) << 3);
-  return abs > kInfBits ? E2M1::kNan : signed_code;
+  const auto bits = W::bits(x);
+  const auto zero = bits ^ bits;
+  const auto a = W::min(bits & kAbsMask, zero + E2M1::kMaxBits);
+  const auto w = W::if_less(a, zero + kOne, W::truncated(W::value(a) * 131072.0f), (a >> 6) - kOneShifted);
+  return ((w + 65535 - u) >> 16) | ((bits >> 28) & 8);
+}
+
+MH_HD uint32_t encode_e2m1_stochastic(float x, uint32_t u) {
+  const int32_t code = encode_number_stochastic(x, static_cast<int32_t>(u));
+  return abs_bits(x) > kInfBits ? E2M1::kNan : static_cast<uint32_t>(code);
 }
 
 MH_NUMERICS_END

@@ -54,11 +54,13 @@ MH_HD uint32_t nvfp4_scale(float block_amax, float enc) {
   return encode<E4M3>(s > kFloatMax ? kFloatMax : s);  // a NaN stays NaN: code 0x7f
 }
 
-// NaN for a NaN block, which makes all its codes 0 (E2M1 encodes NaN as 0).
-MH_HD float nvfp4_multiplier(uint32_t scale, float enc) {
-  const float m = 1.0f / (decode<E4M3>(scale) * (1.0f / enc));
+// NaN for a NaN block, which makes all its codes 0 (E2M1 encodes NaN as 0). `inverse` is 1 / enc.
+MH_HD float nvfp4_multiplier_from_inverse(uint32_t scale, float inverse) {
+  const float m = 1.0f / (decode<E4M3>(scale) * inverse);
   return m > kFloatMax ? kFloatMax : m;
 }
+
+MH_HD float nvfp4_multiplier(uint32_t scale, float enc) { return nvfp4_multiplier_from_inverse(scale, 1.0f / enc); }
 
 // --- all rules under one call ----------------------------------------------------------------------------------------
 
@@ -77,9 +79,9 @@ MH_HD float element_max_inv(Element e) {
   return e == Element::e4m3 ? 1.0f / 448.0f : e == Element::e5m2 ? 1.0f / 57344.0f : 1.0f / 6.0f;
 }
 
-// `enc` is the outer encode scale; only NVFP4 reads it.
+// `enc` is the outer encode scale and `inverse` 1 / enc; only NVFP4 reads them.
 template <ScaleRule rule>
-MH_HD BlockScale block_scale(const FormatSpec& spec, float amax, float enc) {
+MH_HD BlockScale block_scale(const FormatSpec& spec, float amax, float enc, float inverse) {
   if constexpr (rule == ScaleRule::fp32) {
     const float multiplier = fp32_encode_scale(amax, element_max(spec.element), spec.eps, spec.pow2);
     return BlockScale{multiplier, float_bits(1.0f / multiplier)};
@@ -88,8 +90,13 @@ MH_HD BlockScale block_scale(const FormatSpec& spec, float amax, float enc) {
     return BlockScale{e8m0_multiplier(code), code};
   } else {
     const uint32_t code = nvfp4_scale(amax, enc);
-    return BlockScale{nvfp4_multiplier(code, enc), code};
+    return BlockScale{nvfp4_multiplier_from_inverse(code, inverse), code};
   }
+}
+
+template <ScaleRule rule>
+MH_HD BlockScale block_scale(const FormatSpec& spec, float amax, float enc) {
+  return block_scale<rule>(spec, amax, enc, 1.0f / enc);
 }
 
 // Formats whose scale comes from an amax known before the cast: a tensor's, or a row's.
