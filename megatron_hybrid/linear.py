@@ -81,7 +81,7 @@ class WeightCache:
 
         record: the cast records amaxes. A payload made without (in evaluation, under `no_grad`) is made again then.
         """
-        key = (weight.data_ptr(), weight._version, weight.device)
+        key = (weight.data_ptr(), weight._version, weight.device, weight.shape)  # a stack begins where its first matrix does
         if key != self._key:
             if self._key is not None:
                 self.invalidate()

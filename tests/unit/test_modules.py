@@ -172,3 +172,14 @@ def test_c03_poisoned_main_grad_of_an_empty_expert_is_untouched_and_others_accum
 def test_wrong_splits_are_refused(splits):
     with pytest.raises(ValueError, match="m_splits"):
         grouped("high_precision")(torch.randn(64, 64).bfloat16(), splits)
+
+
+def test_an_empty_batch_leaves_no_other_weight_in_the_cache():
+    """Without tokens the experts run one by one: their casts are not those of the stack, though it begins with the first's."""
+    m = mh.HybridGroupedLinear(3, 64, 48, recipe="mxfp8")
+    controller = mh.prepare(m)
+    controller.begin_step(1)
+    x = torch.randn(9, 64)
+    with torch.no_grad():
+        first, empty, again = m(x, [4, 0, 5]), m(x[:0], [0, 0, 0]), m(x, [4, 0, 5])
+    assert empty.shape == (0, 48) and torch.equal(first, again)
