@@ -200,7 +200,7 @@ class HoldsWeight:
 
     def hold_weight(self, name: str = "weight", *, preserve: bool = False) -> None:
         """Quantize the parameter `name`, initialised before, if the recipe says so. Once, at the end of building."""
-        mode, hq, weight = _mode.get(), self.hq, self._parameters[name]
+        mode, hq, weight = _mode.get(), self.hq, self._parameters.get(name)
         if weight is None or isinstance(weight, HybridTensor) or hq.recipe.weights != QUANTIZED or not hq.quantizes_weight():
             return
         check_recipe(hq, hq.recipe, weight.device)
