@@ -28,6 +28,7 @@ class LinearShape:
     """One linear on one rank in one microbatch: `rows` (M) tokens reach its gemms, `out_features` N, `in_features` K.
 
     gathers, gathered: how many ranks' rows of which operand are put together before its gemms; 1 where none are.
+    experts: how many linears of this size a grouped one is on the rank; sizes are of one, bytes of all.
     """
 
     rows: int
@@ -35,6 +36,7 @@ class LinearShape:
     in_features: int
     gathers: int = 1
     gathered: str = INPUT
+    experts: int = 1
 
     def own_rows(self, operand: str) -> int:
         """Tokens of an operand on this rank, before a gather."""
@@ -47,7 +49,12 @@ class LinearShape:
         return self.own_rows(operand), self.in_features if operand == INPUT else self.out_features
 
     def _hp_bytes(self, operand: str) -> int:
-        return math.prod(self.size(operand)) * _DTYPE.itemsize
+        return math.prod(self.size(operand)) * _DTYPE.itemsize * self.experts
+
+    @property
+    def hp_weight_bytes(self) -> int:
+        """The parameter in bf16."""
+        return self._hp_bytes(WEIGHT)
 
     @property
     def hp_input_bytes(self) -> int:
@@ -90,7 +97,7 @@ class LinearShape:
     def payload_bytes(self, plan: GemmPlan, operand: str, direction: str) -> int:
         """Codes and scales of one direction of this rank's part of an operand; 0 where it stays in high precision."""
         fmt = getattr(plan.quantizers[operand], direction)
-        return self._payload(plan, operand, direction).nbytes if fmt.is_quantized else 0
+        return self._payload(plan, operand, direction).nbytes * self.experts if fmt.is_quantized else 0
 
     def _payload(self, plan: GemmPlan, operand: str, direction: str) -> QuantizedStorage:
         fmt = getattr(plan.quantizers[operand], direction)

@@ -28,7 +28,8 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 980px; margin: 2rem auto; padding: 0 1rem; }
 h2 { margin-top: 2.4rem; border-bottom: 1px solid #ddd; } h3 { margin-bottom: 0.2rem; font-size: 1rem; }
 .sig { font-family: ui-monospace, monospace; font-size: 0.86rem; background: #f6f6f4; padding: 0.4rem 0.7rem; }
-.doc { white-space: pre-wrap; } .where { color: #777; font-size: 0.85rem; } code { background: #f2f2ef; padding: 0 0.2rem; }
+.doc { white-space: pre-wrap; } .where { color: #777; font-size: 0.85rem; }
+code { background: #f2f2ef; padding: 0 0.2rem; }
 ul.index { columns: 3; list-style: none; padding: 0; }
 """
 
@@ -74,7 +75,8 @@ class Reference:
     def text(self, full: str, doc: str) -> str:
         for match in _CODE.finditer(doc):
             for ours in _OURS.findall(match[1] or match[2]):
-                if not hasattr(self.package, ours) and not (PACKAGE / ours).exists() and not (PACKAGE / f"{ours}.py").exists():
+                known = hasattr(self.package, ours) or (PACKAGE / ours).exists() or (PACKAGE / f"{ours}.py").exists()
+                if not known:
                     self.warnings.append(f"{full} mentions {match[0]}, which is not there")
         return _CODE.sub(lambda match: f"<code>{match[1] or match[2]}</code>", html.escape(doc, quote=False))
 

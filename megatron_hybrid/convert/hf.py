@@ -30,8 +30,8 @@ _FC1, _FC2 = "linear_fc1", "linear_fc2"
 def export(checkpoint: Checkpoint, out: Path, *, vocab_size: int | None = None) -> ModelSpec:
     """Write config.json and safetensors files into a folder, which must be empty or new.
 
-    Memory: the largest tensor of all layers together, and a file. vocab_size: rows of the embedding to keep; the rest is
-    Megatron's padding. Raises `ConversionError` and `CheckpointError`.
+    Memory: the largest tensor of all layers together, and a file. vocab_size: rows of the embedding to keep; the rest
+    is Megatron's padding. Raises `ConversionError` and `CheckpointError`.
     """
     spec = ModelSpec.from_args(checkpoint.args, str(checkpoint.folder))
     rows = spec.vocab if vocab_size is None else vocab_size
@@ -143,8 +143,8 @@ def import_hf(folder: Path, out: Path, *, vocab_multiple: int = 128) -> ModelSpe
     """Write a torch_dist checkpoint ("release", as Megatron calls weights without a training state) from a folder.
 
     Every parallel layout can load it, with ``--finetune``. vocab_multiple: the embedding is padded with zeros to a
-    multiple of it, which must be the run's ``--make-vocab-size-divisible-by`` times its tensor-parallel size. Memory: the
-    whole model. Raises `ConversionError` and `SafetensorsError`.
+    multiple of it, which must be the run's ``--make-vocab-size-divisible-by`` times its tensor-parallel size. Memory:
+    the whole model. Raises `ConversionError` and `SafetensorsError`.
     """
     path = folder / CONFIG
     if not path.is_file():

@@ -11,7 +11,7 @@ from dataclasses import replace
 from ..distributed.tp import column_sharding, row_sharding
 from ..explain import Table, explain
 from ..formats import DIRECTIONS
-from ..model_shape import ModelShape
+from ..model_shape import LinearShape, ModelShape
 from ..plan import GemmPlan, build_plan
 from ..recipe import Recipe
 from ..roles import DPA, ModuleRole
@@ -115,5 +115,15 @@ def explained(at_step: dict[int, dict[str, GemmPlan]], shape: ModelShape) -> Ite
     for step, plans in at_step.items():
         if len(at_step) > 1:
             yield f"from iteration {step} on:"
-        sizes = {name: shape.linear(roles[name.partition(" ")[0]]) for name in plans if name.partition(" ")[0] in roles}
-        yield explain(list(plans.items()), sizes)
+        yield explain(list(plans.items()), {label: _size(label, roles, shape) for label in plans})
+
+
+def _size(label: str, roles: dict[str, ModuleRole], shape: ModelShape) -> LinearShape | None:
+    """Of a row of `modules_alike`; its experts are those of the rank that has most of them."""
+    name, _, experts = label.partition(" experts ")
+    size = shape.linear(roles[name])
+    if size is None or not experts:
+        return size
+    first, last = map(int, experts.split(":"))
+    local = (shape.num_experts or 1) // shape.expert_model_parallel_size
+    return replace(size, experts=min(last - first, max(local, 1)))

@@ -74,7 +74,10 @@ class Observer:
         return ObservedPlan(**same, observer=self)
 
     def see(self, operand: str, payload: QuantizedStorage | None, reference, source: str = "original") -> None:
-        """Measure the first quantized payload of each operand and direction. reference: a function that gives (M, K)."""
+        """Measure the first quantized payload of each operand and direction.
+
+        reference: a function that gives the tensor (M, K). source: what that tensor is.
+        """
         if payload is None or not payload.format.is_quantized or (operand, payload.direction) in self.found:
             return
         with self.clock.running(payload.device):

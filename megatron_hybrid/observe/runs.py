@@ -156,8 +156,8 @@ class Outlier:
 
 
 def outliers(cells: Iterable[Cell]) -> list[Outlier]:
-    """Not a number, saturation above 0.1%, an SNR far below its kind's median, or underflow above 5% and twice its kind's
-    median; worst first. A kind is one linear's operand in one format, in all layers."""
+    """Not a number, saturation above 0.1%, an SNR far below its kind's median, or underflow above 5% and twice its
+    kind's median; worst first. A kind is one linear's operand in one format, in all layers."""
     kinds: dict[tuple, list[Cell]] = defaultdict(list)
     for cell in cells:
         kinds[cell.leaf, cell.gemm, cell.operand, cell.format].append(cell)

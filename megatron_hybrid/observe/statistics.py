@@ -36,7 +36,8 @@ def measure(s: QuantizedStorage, x: torch.Tensor) -> Measured:
     """Compare a payload with the tensor (M, K) that it was cast from.
 
     saturation is the share of elements that the largest code stands for although they lie beyond what rounds to it.
-    signal is |x|^2, noise |x - q|^2 and gain |x|^2 - |q|^2, of which derived numbers keep their digits. With a Hadamard transform both are compared in the transformed domain, where the codes are.
+    signal is |x|^2, noise |x - q|^2 and gain |x|^2 - |q|^2, of which derived numbers keep their digits. With a Hadamard
+    transform both are compared in the transformed domain, where the codes are.
     """
     decoded = s.decode(torch.empty(s.shape, dtype=torch.float32, device=s.device), inverse_rht=False)
     scale = s.scale_inv()

@@ -68,6 +68,17 @@ def test_explain_follows_bf16_edges_and_says_how_much_is_kept(capsys, tmp_path):
     assert "bf16: " in sums and int(sums.rpartition("(")[2].rstrip("%)")) > 50  # two of four layers are in bf16
 
 
+def test_explain_counts_the_experts_of_a_rank(capsys, tmp_path):
+    experts = {"num-experts": 8, "moe-ffn-hidden-size": 32, "moe-router-topk": 2, "expert-model-parallel-size": 2}
+    path = model_file(tmp_path, **experts, **{"tensor-model-parallel-size": 1, "sequence-parallel": False})
+    _, out, _ = run(capsys, "explain", "--recipe", "mxfp8", "--model", path, "--device", "cpu")
+    found = [line for line in out.splitlines() if "experts 0:8" in line]
+    rows = {(line.split()[0], line.split()[3]): line for line in found}
+    dgrad = rows["decoder.layers.0.mlp.experts.linear_fc2", "dgrad"]
+    weight = 4 * 64 * 32 * (1 + 1 / 32)  # four of eight experts, codes and a scale a block of 32
+    assert dgrad.split("weight columnwise")[1].split()[:2] == format_bytes(int(weight)).split()
+
+
 KEEPING = "bf16 mxfp8 mxfp8_fprop_nvfp4_bwd fp8_current fp8_block hp_fprop_mxfp8_bwd mxfp8_fprop_hp_bwd".split()
 
 
