@@ -14,8 +14,19 @@ from torch.autograd.function import once_differentiable
 
 from .grouped_at_once import GroupedCall, GroupedPlan, build, grouped_at_once, why_not
 from .groups import Groups
-from .linear import LOCAL, LinearCall, WeightCache, add_bias, dgrad, fprop, placeholder_gradient, save_for_backward, wgrad
-from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan, PlanError
+from .linear import (
+    LOCAL,
+    LinearCall,
+    WeightCache,
+    add_bias,
+    dgrad,
+    fprop,
+    hybrid_linear,
+    placeholder_gradient,
+    save_for_backward,
+    wgrad,
+)
+from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
 from .roles import ModuleRole
 from .runtime import LinearRuntime
 from .scaling import Rng
@@ -35,12 +46,6 @@ class ExpertRuntimes(torch.nn.ModuleList):
         super().__init__(
             LinearRuntime(recipe, replace(role, expert=first + e), device, **runtime) for e in range(num_experts)
         )
-        for runtime in self:
-            if recipe.weights == "quantized" and runtime.quantizes_weight():
-                raise PlanError(
-                    f"module {runtime.label}: the weights of grouped linears cannot live quantized yet; give them a recipe "
-                    "with `weights: high_precision`, or leave them alone by a rule"
-                )
         self.weight_rows = weight_rows
         self.one_by_one = False  # True: the loop over experts, always (tests)
         self._how: tuple | None = None  # (what it was found for, `how`)
@@ -90,6 +95,16 @@ class ExpertRuntimes(torch.nn.ModuleList):
                 call = self[0].call(weight.device, LOCAL, training=training)
                 return grouped_at_once(x, weight, bias, GroupedCall(how, call, groups))
         return self._one_by_one(x, weight, bias, groups.host, training)
+
+    def each(self, x: torch.Tensor, weights: list, bias, m_splits, *, training: bool) -> torch.Tensor:
+        """`forward` with a weight (N, K) an expert, plain or quantized: one linear after another."""
+        splits = Groups(m_splits, len(self), x.shape[0], x.device).host
+        outputs, start = [], 0
+        for e, (runtime, weight, x_e) in enumerate(zip(self, weights, x.split(splits))):
+            call = at_rows(runtime.call(weight.device, LOCAL, training=training), start, 0)
+            outputs.append(hybrid_linear(x_e, weight, None if bias is None else bias[e], call))
+            start += splits[e]
+        return torch.cat(outputs)
 
     def _one_by_one(self, x, weight, bias, splits: list[int], training: bool) -> torch.Tensor:
         calls, start = [], 0

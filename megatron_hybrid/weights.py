@@ -196,51 +196,73 @@ def check_recipe(runtime, recipe, device) -> None:
 
 
 class HoldsWeight:
-    """What a module with one weight and one runtime, `self.hq`, adds for a weight that may live quantized."""
+    """What a module adds for weights that may live quantized. One weight and one runtime, `self.hq`, unless it says."""
 
-    def hold_weight(self, name: str = "weight", *, preserve: bool = False) -> None:
-        """Quantize the parameter `name`, initialised before, if the recipe says so. Once, at the end of building."""
-        mode, hq, weight = _mode.get(), self.hq, self._parameters.get(name)
-        if weight is None or isinstance(weight, HybridTensor) or hq.recipe.weights != QUANTIZED or not hq.quantizes_weight():
-            return
-        check_recipe(hq, hq.recipe, weight.device)
-        preserve = preserve or (mode is not None and mode.preserve)
-        trained = weight.requires_grad and (mode is None or mode.requires_grad)
-        with torch.no_grad():
-            t = quantize(hq, weight.detach(), weight.dtype, trained=trained)
-        t._stale.preserve = preserve
-        if preserve and not weight.is_meta:
-            t._stale.init_value = weight.detach().to("cpu", copy=True)
-        new = torch.nn.Parameter(t, requires_grad=trained)
-        new.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in new.__dict__})
-        self._parameters[name] = new
-        self._own_weight(name)
+    def held_weights(self) -> list[tuple]:
+        """(parameter name, its `LinearRuntime`) of every weight; none before there are runtimes."""
+        hq = self._modules.get("hq")
+        return [] if hq is None else [("weight", hq)]
 
-    def _own_weight(self, name: str = "weight") -> None:
-        hq, weight = self._modules.get("hq"), self._parameters.get(name)
-        if hq is not None and isinstance(weight, HybridTensor):
-            hq.weight_owner = weight._stale.owner = WeightOwner(self, name, hq)
+    def hold_weight(self, *, preserve: bool = False) -> None:
+        """Quantize the weights, initialised before, that the recipe says so of. Once, at the end of building.
+
+        preserve: keep their values on the CPU whatever `quantized_model_init` says.
+        """
+        mode = _mode.get()
+        for name, hq in self.held_weights():
+            weight = self._parameters.get(name)  # none in an output layer that shares the embedding's
+            if weight is None or isinstance(weight, HybridTensor) or not lives_quantized(hq):
+                continue
+            check_recipe(hq, hq.recipe, weight.device)
+            keep = preserve or (mode is not None and mode.preserve)
+            trained = weight.requires_grad and (mode is None or mode.requires_grad)
+            self._parameters[name] = _quantized_parameter(hq, weight, keep, trained)
+        self._own_weights()
+
+    def _own_weights(self) -> None:
+        for name, hq in self.held_weights():
+            weight = self._parameters.get(name)
+            if isinstance(weight, HybridTensor):
+                hq.weight_owner = weight._stale.owner = WeightOwner(self, name, hq)
 
     def __setstate__(self, state):
         super().__setstate__(state)
-        self._own_weight()
+        self._own_weights()
 
     def _apply(self, fn, recurse=True):
-        """Moves keep what the parameter knows."""
-        before = self._parameters.get("weight")
-        known = (before._stale, dict(before.__dict__)) if isinstance(before, HybridTensor) else None
+        """Moves keep what the parameters know."""
+        held = {name: self._parameters.get(name) for name, _ in self.held_weights()}
+        known = {n: (p._stale, dict(p.__dict__)) for n, p in held.items() if isinstance(p, HybridTensor)}
         super()._apply(fn, recurse)
-        after = self._parameters.get("weight")
-        if known is not None and isinstance(after, HybridTensor):
-            if after._stale is not known[0]:
-                after._stale.inherit(known[0])
-            after.__dict__.update(known[1])
+        for name, (marks, attributes) in known.items():
+            after = self._parameters[name]
+            if after._stale is not marks:
+                after._stale.inherit(marks)
+            after.__dict__.update(attributes)
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        if self._modules.get("hq") is not None:
-            self.hq.load_states_first(state_dict, prefix + "hq.")  # the weight is cast with these
+        for path, module in self.named_modules():
+            if hasattr(module, "load_states_first"):  # the weight is cast with these
+                module.load_states_first(state_dict, f"{prefix}{path}.")
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+
+def lives_quantized(runtime) -> bool:
+    """Whether the weight of a linear is to live quantized: the recipe says so, and the plan quantizes it."""
+    return runtime.recipe.weights == QUANTIZED and runtime.quantizes_weight()
+
+
+def _quantized_parameter(runtime, weight: torch.nn.Parameter, preserve: bool, trained: bool) -> torch.nn.Parameter:
+    """The parameter that takes the place of `weight`, with its attributes."""
+    with torch.no_grad():
+        t = quantize(runtime, weight.detach(), weight.dtype, trained=trained)
+    t._stale.preserve = preserve
+    if preserve and not weight.is_meta:
+        t._stale.init_value = weight.detach().to("cpu", copy=True)
+    new = torch.nn.Parameter(t, requires_grad=trained)
+    new.__dict__.update({k: v for k, v in weight.__dict__.items() if k not in new.__dict__})
+    return new
 
 
 @contextlib.contextmanager

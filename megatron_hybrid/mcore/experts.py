@@ -19,6 +19,7 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 
 from ..grouped import ExpertRuntimes
 from ..plan import GRAD_OUTPUT, INPUT, WEIGHT, PlanError
+from ..weights import lives_quantized
 from . import expert_checkpoint
 from .modules import expert_role
 from .recipe_hook import carried
@@ -103,6 +104,12 @@ class HybridGroupedParallelLinear(WeightWindow, torch.nn.Module):
         path = quant_config.match_input.module_path
         role = expert_role(path, self.hq_layer, self.config.num_layers, self.first_expert)
         self.hq = ExpertRuntimes(recipe, role, self.num_gemms, self.weight.device, weight_rows=self.output_size)
+        for runtime in self.hq:
+            if lives_quantized(runtime):
+                raise PlanError(
+                    f"module {runtime.label}: the weights of Megatron's experts cannot live quantized yet; leave them alone "
+                    "by a rule, or give a recipe with `weights: high_precision`"
+                )
         self.hq.make_weight_caches()
         for runtime in self.hq:
             runtime.index_maps = self.index_maps()

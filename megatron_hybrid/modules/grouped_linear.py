@@ -8,17 +8,22 @@ import torch
 
 from ..grouped import ExpertRuntimes
 from ..grouped_at_once import GroupedPlan
-from ..plan import PAYLOAD, GemmPlan
+from ..plan import PAYLOAD, WEIGHT, GemmPlan
 from ..roles import GROUPED_LINEAR, ModuleRole
-from ..weights import module_recipe
+from ..tensor import HybridTensor
+from ..weights import HoldsWeight, lives_quantized, module_recipe
 
 
-class HybridGroupedLinear(torch.nn.Module):
+class HybridGroupedLinear(HoldsWeight, torch.nn.Module):
     """`num_gemms` linears over contiguous row groups: `y[group e] = x[group e] @ weight[e].T + bias[e]`.
 
-    weight: one (E, N, K) parameter. first_expert: global index of the first local expert, for rules on experts.
-    Every group has its own scales. recipe, name, layer, num_layers, save_input, backend, device, dtype: as
-    `HybridLinear`. Raises ``ValueError`` without any expert, `PlanError` naming the expert for a plan that cannot run.
+    weight: one (E, N, K) parameter. Weights that live quantized are a parameter (N, K) an expert instead, ``weight0``
+    and so on, since every expert has its own formats and scales: these run one after another. State dicts of either
+    kind load into the other.
+
+    first_expert: global index of the first local expert, for rules on experts. recipe, name, layer, num_layers,
+    save_input, backend, device, dtype: as `HybridLinear`. Raises ``ValueError`` without any expert, `PlanError`
+    naming the expert for a plan that cannot run.
     """
 
     def __init__(
@@ -32,27 +37,62 @@ class HybridGroupedLinear(torch.nn.Module):
         made = dict(device=device, dtype=dtype)
         self.weight = torch.nn.Parameter(torch.empty(num_gemms, out_features, in_features, **made))
         self.bias = torch.nn.Parameter(torch.empty(num_gemms, out_features, **made)) if bias else None
-        self.reset_parameters()
         self.hq = ExpertRuntimes(
             module_recipe(recipe), ModuleRole(GROUPED_LINEAR, name, layer, num_layers, expert=first_expert), num_gemms,
             self.weight.device, weight_rows=out_features, backend=backend, save_input=save_input,
         )  # fmt: skip
+        self.reset_parameters()
+        if any(lives_quantized(runtime) for runtime in self.hq):
+            self._one_weight_an_expert()
+
+    def _one_weight_an_expert(self) -> None:
+        """Replace the (E, N, K) parameter, and quantize those whose plans say so."""
+        whole, self.weight = self.weight, None
+        for e, runtime in enumerate(self.hq):
+            first_row = runtime.role.expert * self.out_features
+            runtime.index_maps[WEIGHT] = (first_row, 0, self.in_features)
+            self.register_parameter(f"weight{e}", torch.nn.Parameter(whole.detach()[e].clone()))
+        self.hold_weight()
+
+    def held_weights(self) -> list[tuple]:
+        if self._modules.get("hq") is None or self.weight is not None:
+            return []
+        return [(f"weight{e}", runtime) for e, runtime in enumerate(self.hq)]
+
+    def weights(self) -> list[torch.Tensor]:
+        """The weight (N, K) of every expert."""
+        if self.weight is not None:
+            return list(self.weight)
+        return [self._parameters[f"weight{e}"] for e in range(self.num_gemms)]
 
     def reset_parameters(self) -> None:
-        """`torch.nn.Linear`'s initialisation of every expert."""
+        """`torch.nn.Linear`'s initialisation of every expert; delayed scales start anew."""
+        for runtime in self.hq:
+            runtime.reset_states()
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        torch.nn.init.uniform_(self.weight, -bound, bound)
+        if self.weight is not None:
+            torch.nn.init.uniform_(self.weight, -bound, bound)
+        else:
+            shape, first = (self.num_gemms, self.out_features, self.in_features), self.weight0
+            values = torch.empty(shape, dtype=first.dtype, device=first.device).uniform_(-bound, bound)
+            with torch.no_grad():
+                for weight, value in zip(self.weights(), values):
+                    weight.copy_(value)
         if self.bias is not None:
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
+    @property
+    def _device(self) -> torch.device:
+        return (self.weight0 if self.weight is None else self.weight).device
+
     def plans(self) -> list[GemmPlan]:
         """One an expert."""
-        return self.hq.plans(self.weight.device)
+        return self.hq.plans(self._device)
 
     @property
     def how(self) -> GroupedPlan | str:
         """How the experts run together, or why they run one by one."""
-        return self.hq.how(self.weight)
+        return "weights live quantized, one an expert" if self.weight is None else self.hq.how(self.weight)
 
     def roles(self):
         """input, weight, output (None), grad_output of every expert."""
@@ -60,8 +100,22 @@ class HybridGroupedLinear(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, m_splits) -> torch.Tensor:
         """x (T, K); m_splits: rows of each group, a list or an int32 tensor (E,). Raises ``ValueError`` when they
-        are not `num_gemms` non-negative numbers that add up to T; on a GPU they stay there, unread."""
+        are not `num_gemms` non-negative numbers that add up to T; on a GPU they stay there, unread (with quantized
+        weights they are read)."""
+        if self.weight is None:
+            return self.hq.each(x, self.weights(), self.bias, m_splits, training=self.training)
         return self.hq(x, self.weight, self.bias, m_splits, training=self.training)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        """Takes one weight for all experts, or one an expert, whichever this module has."""
+        whole, each = f"{prefix}weight", [f"{prefix}weight{e}" for e in range(self.num_gemms)]
+        if self.weight is None and whole in state_dict:
+            state_dict.update(zip(each, state_dict.pop(whole).unbind()))
+        elif self.weight is not None and whole not in state_dict and all(key in state_dict for key in each):
+            parts = [state_dict.pop(key) for key in each]
+            plain = [p.dequantize(dtype=p.dtype) if isinstance(p, HybridTensor) else p for p in parts]
+            state_dict[whole] = torch.stack(plain)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
         return f"{self.num_gemms} x ({self.in_features}, {self.out_features}), bias={self.bias is not None}"
