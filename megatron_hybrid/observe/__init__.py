@@ -1,1 +1,1 @@
-"""What a training run did: its log read back, and plotted."""
+"""Looking at installations and runs: doctor, statistics of casts, NaN checks, logs read back, plots, reports."""
