@@ -6,6 +6,7 @@ checkpoints do, and roles the global number, from 1.
 
 from __future__ import annotations
 
+import json
 import re
 
 from ..roles import DPA, GROUPED_LINEAR, LINEAR, ModuleRole
@@ -89,6 +90,11 @@ def expert_layers(config) -> list[bool]:
     depth, pattern = config.num_layers, getattr(config, "moe_layer_freq", 1)
     if getattr(config, "num_moe_experts", None) is None:
         return [False] * depth
+    if isinstance(pattern, str):  # as in a file of flags
+        try:
+            pattern = json.loads(pattern)
+        except ValueError:
+            raise UserError(f"--moe-layer-freq {pattern!r}: a number or a list such as [0,1,1] is expected") from None
     if isinstance(pattern, int):
         return [layer % pattern == 0 for layer in range(depth)]
     if len(pattern) != depth or set(pattern) - {0, 1}:

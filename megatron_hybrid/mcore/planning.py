@@ -5,12 +5,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+
+import torch
 
 from ..distributed.tp import column_sharding, row_sharding
 from ..explain import Table, explain
 from ..formats import DIRECTIONS
+from ..grouped_at_once import build, why_not
 from ..model_shape import LinearShape, ModelShape
 from ..plan import GemmPlan, build_plan
 from ..recipe import Recipe
@@ -115,7 +119,9 @@ def explained(at_step: dict[int, dict[str, GemmPlan]], shape: ModelShape) -> Ite
     for step, plans in at_step.items():
         if len(at_step) > 1:
             yield f"from iteration {step} on:"
-        yield explain(list(plans.items()), {label: _size(label, roles, shape) for label in plans})
+        sizes = {label: _size(label, roles, shape) for label in plans}
+        yield explain(list(plans.items()), sizes)
+        yield from grouped_notes(plans, sizes)
 
 
 def _size(label: str, roles: dict[str, ModuleRole], shape: ModelShape) -> LinearShape | None:
@@ -127,3 +133,23 @@ def _size(label: str, roles: dict[str, ModuleRole], shape: ModelShape) -> Linear
     first, last = map(int, experts.split(":"))
     local = (shape.num_experts or 1) // shape.expert_model_parallel_size
     return replace(size, experts=min(last - first, max(local, 1)))
+
+
+def grouped_notes(plans: dict[str, GemmPlan], sizes: dict) -> Iterator[str]:
+    """How the experts of grouped linears run together, or why one by one; a line for all that do alike.
+
+    Sizes of groups on the host are what Megatron's dispatchers give; only the device may know them elsewhere.
+    """
+    found: dict[str, list[str]] = {}
+    several = Counter(name.partition(" experts ")[0] for name in plans)
+    for name, plan in plans.items():
+        size = sizes.get(name)
+        if " experts " not in name or size is None:
+            continue
+        shape = size.out_features, size.in_features
+        mixed = several[name.partition(" experts ")[0]] > 1
+        why = "experts have different plans" if mixed else why_not([plan], shape)
+        how = f"one by one: {why}" if why else f"at once: {build([plan], shape, torch.bfloat16)}"
+        found.setdefault(how, []).append(name)
+    for how, names in found.items():
+        yield f"experts run {how} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})"

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,3 +149,20 @@ def test_doctor_says_what_is_broken(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "_megatron", lambda: iter(()))
     code, out, _ = run(capsys, "doctor")
     assert code == 1 and "FAIL  CPU: the cpu kernels are not built" in out and out.endswith("not ready: CPU\n")
+
+
+def test_explain_says_how_experts_run_and_counts_a_rank_s_share_of_them(capsys):
+    model = str(Path(__file__).parents[2] / "configs" / "models" / "qwen3_30b_a3b.yaml")
+    expected = {
+        "nvfp4_rowscaled_fprop_mxfp8_bwd": "at once: fprop grouped_mm, dgrad grouped_mm, wgrad grouped_mm; groups padded to 32",
+        "fp8_rowwise": "at once: fprop scaled_grouped_mm",
+        "fp8_block": "at once: fprop loop",
+        "fp8_current": "one by one: input.rowwise fp8_current_e4m3: a group has one scale",
+    }
+    for recipe, words in expected.items():
+        assert main(["explain", "--model", model, "--recipe", recipe, "--device", "sm_90"]) == 0
+        out = capsys.readouterr().out
+        assert f"experts run {words}" in out and "linear_fc1 experts 0:128 and 95 more" in out
+        # 48 layers of attention and 16 of 128 experts, and the output layer
+        weights = 48 * (2048 * (4096 + 1024) + 4096 * 2048 + 16 * 3 * 2048 * 768) + 2048 * 151936
+        assert f"parameters of {format_bytes(2 * weights)} in bf16" in out
