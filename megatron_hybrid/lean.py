@@ -51,7 +51,8 @@ class SideCast:
         payload = QuantizedStorage.of(fmt, self.direction, (M, K), x.dtype, self.transposed, qdata, scale, outer)
         arguments = (
             self.spec, qdata.data_ptr(), self.transposed, scale.data_ptr(), 0 if amax is None else amax.data_ptr(),
-            fmt.is_stateful, 0 if measured is None else measured.data_ptr(), 0 if scratch is None else scratch.data_ptr(),
+            fmt.is_stateful, 0 if measured is None else measured.data_ptr(),
+            0 if scratch is None else scratch.data_ptr(),
         )  # fmt: skip
         return payload, arguments, (amax, scratch)
 
@@ -105,7 +106,8 @@ def runs_lean(x, weight, call) -> bool:
     lean = call.plan.lean
     return (
         lean is not None and type(x) in _PLAIN and type(weight) in _PLAIN and x.dtype in kernels.SOURCE_CODES
-        and weight.dtype in kernels.SOURCE_CODES and x.dim() > 0 and torch.is_grad_enabled() and x.device == weight.device
+        and weight.dtype in kernels.SOURCE_CODES and x.dim() > 0 and torch.is_grad_enabled()
+        and x.device == weight.device
         and (call.state is not None or not lean.stateful)
     )  # fmt: skip
 

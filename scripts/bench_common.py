@@ -18,7 +18,7 @@ _GEMM_NAMES = ("gemm", "nvjet", "cutlass", "xmma", "splitkreduce", "cublas")
 
 
 def interleaved_us(cases: dict, rounds: int) -> dict[str, float]:
-    """Median device time in us of each case's `run(i)`, all of them in turn in every round, each round in another order.
+    """Median device time in us of each case's `run(i)`: all in turn in every round, each round in another order.
 
     i counts a case's calls, for it to rotate its inputs.
     """

@@ -2,9 +2,9 @@
 
     python scripts/bench_linear.py [--json OUT] [--recipes fp8_delayed fp8_current] [--shapes 4096x14336]
 
-Casts of x, w and dy are included; gradients are cleared each step. The floor of a recipe is its three GEMMs measured alone
-in the same run, plus the bytes its casts must move at the copy bandwidth of the same run. Results are checked against
-float64 products of the same operands. Inputs rotate and are larger than the L2.
+Casts of x, w and dy are included; gradients are cleared each step. The floor of a recipe is its three GEMMs measured
+alone in the same run, plus the bytes its casts must move at the copy bandwidth of the same run. Results are checked
+against float64 products of the same operands. Inputs rotate and are larger than the L2.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from bench_common import device_kernels, interleaved_us, is_gemm, kernel_shares,
 
 import megatron_hybrid as mh
 from megatron_hybrid.explain import Table
-from megatron_hybrid.formats import COLUMNWISE
 from megatron_hybrid.plan import GRAD_OUTPUT, INPUT, WEIGHT
 
 BLOCK_BACKWARD = dict(dgrad={"grad_output": "fp8_block_e4m3", "weight": "fp8_block_e4m3:2d"}, wgrad="fp8_block_e4m3")
@@ -30,8 +29,11 @@ MIXED_BACKWARD = dict(
 OWN = {
     "current+block": dict(fprop="fp8_current_e4m3", **BLOCK_BACKWARD),
     "current+delayed": dict(fprop="fp8_current_e4m3", **MIXED_BACKWARD),
-    "nvfp4_plain": dict(fprop={"input": "nvfp4", "weight": "nvfp4:2d"}, dgrad={"grad_output": "nvfp4", "weight": "nvfp4:2d"},
-                        wgrad="nvfp4"),
+    "nvfp4_plain": dict(
+        fprop={"input": "nvfp4", "weight": "nvfp4:2d"},
+        dgrad={"grad_output": "nvfp4", "weight": "nvfp4:2d"},
+        wgrad="nvfp4",
+    ),
 }  # fmt: skip
 RECIPES = ["bf16", "fp8_delayed", "fp8_delayed fast", "fp8_current", "fp8_block", "fp8_rowwise", "current+block",
            "current+delayed", "mxfp8", "nvfp4_plain", "bf16 main_grad", "fp8_delayed main_grad"]  # fmt: skip
@@ -225,7 +227,8 @@ def main() -> None:
 
 
 def _print(rows, copy, equal, kernels: bool) -> None:
-    header = ("K x N", "recipe", "us", "x bf16", "floor", "over", "x peer", "gemms", "casts", "other", "kept MB", "distance")
+    header = ("K x N", "recipe", "us", "x bf16", "floor", "over", "x peer", "gemms", "casts", "other", "kept MB",
+              "distance")  # fmt: skip
     cells = []
     for r in rows:
         shares = r.get("profile_us", {})
@@ -237,7 +240,8 @@ def _print(rows, copy, equal, kernels: bool) -> None:
              f"{r['over_peer']:.2f}" if "over_peer" in r else "", *parts, f"{r['kept'] / 1e6:.0f}",
              "" if far is None else f"{far:.1e}")
         )  # fmt: skip
-    notes = (f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy:.2f} TB/s", f"same kernels: {equal}")
+    card = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy:.2f} TB/s"
+    notes = (card, f"same kernels: {equal}")
     print(Table(header, tuple(cells), notes))
     for r in rows if kernels else ():
         for name, us in r.get("kernels", []):

@@ -62,7 +62,7 @@ class HighPrecisionBackend(_ExactSums):
 class EmulatedBackend(_ExactSums):
     """Decode both operands, multiply exactly what the native instruction would multiply.
 
-    On CUDA the operands are decoded to bf16, in which codes times block scales are exact (`_exact_in_bf16`), and outer
+    On CUDA the operands are decoded to bf16, in which codes times block scales are exact (`exact_in_bf16`), and outer
     scales go into the epilogue. Other operands are decoded to FP32. On the CPU everything is.
     """
 
@@ -101,7 +101,7 @@ def mm_fp32(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def mm_into(a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
-    """`a @ b.T` in FP32 sums, rounded once to `out_dtype` or added to an FP32 `accumulate_into`, by the GEMM where it can.
+    """`a @ b.T` in FP32 sums, rounded once to `out_dtype` or added to `accumulate_into`, by the GEMM where it can.
 
     CUDA's bf16 GEMMs may add the parts of a split contraction in bf16, where
     `torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction` (torch's default) allows it.
@@ -165,7 +165,7 @@ def _scales_outside(fmt: Format) -> bool:
 
 
 def fits_bf16(fmt: Format) -> bool:
-    """Whether codes times the scales along the contraction are exact in bf16, if cast from 16 bits (`exact_in_bf16`)."""
+    """Whether codes times the scales along the contraction are exact in bf16, if cast from 16 bits; `exact_in_bf16`."""
     return not fmt.is_quantized or fmt.scale != "fp32" or fmt.pow2 or _scales_outside(fmt)
 
 

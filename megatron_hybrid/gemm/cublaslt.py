@@ -1,7 +1,7 @@
 """cuBLASLt, called for what torch's functions leave out (csrc/lt/matmul.cpp), where this package was built with it.
 
-It adds into FP32 buffers, takes a factor from device memory, multiplies E5M2 blocks, and looks for a problem's algorithm
-once. torch's own functions do the rest, and everything where it is missing.
+It adds into FP32 buffers, takes a factor from device memory, multiplies E5M2 blocks, and looks for a problem's
+algorithm once. torch's own functions do the rest, and everything where it is missing.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _CONSTANTS: dict[int, torch.Tensor] = {}  # device -> 0 and 1 in its memory
 def takes(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether `multiply` can take these high-precision operands: bf16, packed, sizes that tensor cores like."""
     return (
-        a.dtype == b.dtype == torch.bfloat16 and a.is_contiguous() and b.is_contiguous() and min(*a.shape, b.shape[0]) > 0
-        and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0 and _here(a)
+        a.dtype == b.dtype == torch.bfloat16 and a.is_contiguous() and b.is_contiguous()
+        and min(*a.shape, b.shape[0]) > 0 and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0 and _here(a)
     )  # fmt: skip
 
 
@@ -63,20 +63,22 @@ def _here(a: torch.Tensor) -> bool:
 
 
 def multiply(
-    a, b, out, *, dtypes, kinds=("none", "none"), scales=(0, 0), fast=False, add=False, factor: torch.Tensor | None = None
+    a, b, out, *, dtypes, kinds=("none", "none"), scales=(0, 0), fast=False, add=False,
+    factor: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """`out = factor * A @ B.T`, or `out += ...` with `add`. a (rows_a, K), b (rows_b, K), out (rows_a, rows_b): packed.
 
-    dtypes: of A's and B's elements. kinds, scales: of A's and B's scales, and their addresses as the library wants them.
-    factor: float32 (), on the device.
+    dtypes: of A's and B's elements. kinds, scales: of A's and B's scales, and the addresses of what scaled_mm.py
+    lays out for the library. factor: float32 (), on the device.
     """
     types, modes = codes()
     (rows_a, k), rows_b, device = a.shape, b.shape[0], a.device.index
     stream = torch._C._cuda_getCurrentRawStream(device)
+    has_factor = factor is not None
     library().matmul(
         a.data_ptr(), b.data_ptr(), out.data_ptr(), rows_a, rows_b, k, types[dtypes[0]], types[dtypes[1]],
-        types[out.dtype], modes[kinds[0]], modes[kinds[1]], *scales, fast, add, 0 if factor is None else factor.data_ptr(),
-        0 if factor is None else _CONSTANTS[device].data_ptr(), _workspace(device, stream).data_ptr(), _WORKSPACE, stream,
+        types[out.dtype], modes[kinds[0]], modes[kinds[1]], *scales, fast, add, factor.data_ptr() if has_factor else 0,
+        _CONSTANTS[device].data_ptr() if has_factor else 0, _workspace(device, stream).data_ptr(), _WORKSPACE, stream,
         device,
     )  # fmt: skip
     return out

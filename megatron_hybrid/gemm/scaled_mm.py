@@ -1,8 +1,8 @@
 """Native FP8 GEMMs through torch's `scaled_mm`: FP32 scales a tensor, a row, 1 x 128 blocks, 128 x 128 tiles.
 
 The library takes a row-major A and a column-major B, that is both operands contraction-contiguous, with the
-contraction and B's rows multiples of 16. Which scales it is given is said, never guessed from their shapes; how it wants
-those of each kind is in `_scale_a` and `_scale_b`.
+contraction and B's rows multiples of 16. Which scales it is given is said, never guessed from their shapes; how it
+wants those of each kind is in `_scale_a` and `_scale_b`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ class ScaledMm:
         if 0 in (rows_a, rows_b, contraction):
             out = torch.zeros(rows_a, rows_b, dtype=dtype, device=qa.device)
             return finish(out, out_dtype, accumulate_into)
-        pad_a, pad_b, pad_c = -rows_a % self.rows_a, -rows_b % _ALIGN, -contraction % _ALIGN
+        # torch's rule for the shapes of traced calls knows whole blocks only
+        unit = _BLOCK if self.kind_a == BLOCK and torch.compiler.is_compiling() else _ALIGN
+        pad_a, pad_b, pad_c = -rows_a % self.rows_a, -rows_b % unit, -contraction % unit
         if pad_a or pad_b or pad_c:
             qa, qb = F.pad(qa, (0, pad_c, 0, pad_a)), F.pad(qb, (0, pad_c, 0, pad_b))
         scale_a, scale_b = _scale_a(self.kind_a, a, pad_a), _scale_b(self.kind_b, b, pad_b)

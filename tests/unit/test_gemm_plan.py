@@ -13,10 +13,18 @@ from megatron_hybrid.gemm import BACKENDS, GEMMS, OPERANDS, DeviceKind, GemmPair
 from megatron_hybrid.plan import build_plan
 from megatron_hybrid.quantizer_spec import DEFAULT_SETTINGS, ModuleQuant
 from megatron_hybrid.roles import ModuleRole
-from megatron_hybrid.storage import cast
+from megatron_hybrid.storage import QuantizedStorage, cast
 
 CPU, SM90, SM100 = DeviceKind("cpu"), DeviceKind("cuda", (9, 0)), DeviceKind("cuda", (10, 0))
 NATIVE = next(b for b in BACKENDS if b.name == "scaled_mm")
+NATIVE_PAIRS = [
+    ("fp8_current_e5m2", "fp8_current_e4m3"),
+    ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2"),
+    ("fp8_block_e4m3", "fp8_block_e4m3:2d"),
+    ("fp8_block_e4m3:no_pow2", "fp8_block_e4m3"),
+    ("fp8_block_e5m2", "fp8_block_e4m3:2d"),
+    ("fp8_block_e4m3", "fp8_block_e5m2"),
+]
 
 
 def plan(device=CPU, name="decoder.layers.3.mlp.linear_fc1", **slots):
@@ -142,20 +150,35 @@ def _blocks(scale, rows, blocks):
     return scale
 
 
+def payloads_of(pair, M, N, K):
+    """Of random operands, columns as the plan writes them, and as parameters rest."""
+    shapes = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
+    return [
+        cast(randn(*shapes[operand], seed=seed), fmt, direction, transposed=direction == COLUMNWISE and operand != "weight")
+        for seed, ((operand, direction), fmt) in enumerate(zip(OPERANDS[pair.gemm], (pair.a, pair.b)))
+    ]
+
+
+@pytest.mark.parametrize("b", ["fp8_block_e4m3", "fp8_block_e4m3:2d"])
+def test_traced_block_products_have_whole_blocks(b, monkeypatch):
+    """torch's shape rule for traced calls divides K and N by 128 and drops the rest."""
+
+    def spy(qa, qb, *rest):
+        assert qb.shape[0] % 128 == 0 and qb.shape[1] % 128 == 0
+        return stand_in(qa, qb, *rest)
+
+    monkeypatch.setattr(torch, "_scaled_mm_v2", spy)
+    pair = GemmPair("fprop", parse_format("fp8_block_e4m3"), parse_format(b), SM90)
+    payloads = payloads_of(pair, 33, 145, 272)
+    run, wanted = NATIVE.prepare(pair), payloads[0].operand(torch.float32) @ payloads[1].operand(torch.float32).T
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.allclose(run(*payloads, torch.float32), wanted, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("accumulate", ["fast", "full"])
 @pytest.mark.parametrize("shape", [(256, 512, 640), (1, 16, 16), (200, 144, 272), (33, 129, 127), (0, 16, 16), (5, 700, 200)])
 @pytest.mark.parametrize("gemm", GEMMS)
-@pytest.mark.parametrize(
-    "a,b",
-    [
-        ("fp8_current_e5m2", "fp8_current_e4m3"),
-        ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2"),
-        ("fp8_block_e4m3", "fp8_block_e4m3:2d"),
-        ("fp8_block_e4m3:no_pow2", "fp8_block_e4m3"),
-        ("fp8_block_e5m2", "fp8_block_e4m3:2d"),
-        ("fp8_block_e4m3", "fp8_block_e5m2"),
-    ],
-)
+@pytest.mark.parametrize("a,b", NATIVE_PAIRS)
 def test_the_native_backend_calls_the_library_by_its_rules(a, b, gemm, shape, accumulate, monkeypatch):
     flags = []
 
@@ -165,15 +188,9 @@ def test_the_native_backend_calls_the_library_by_its_rules(a, b, gemm, shape, ac
 
     monkeypatch.setattr(torch, "_scaled_mm_v2", spy)
     monkeypatch.setattr(torch, "_scaled_mm", older)
-    M, N, K = shape
-    shapes = {"input": (M, K), "weight": (N, K), "grad_output": (M, N)}
     pair = GemmPair(gemm, parse_format(a), parse_format(b), SM90, accumulate)
     assert NATIVE.reason(pair) is None
-    payloads = []
-    for seed, ((operand, direction), fmt) in enumerate(zip(OPERANDS[gemm], (pair.a, pair.b))):
-        # columns as the plan writes them, and as parameters rest
-        transposed = direction == COLUMNWISE and operand != "weight"
-        payloads.append(cast(randn(*shapes[operand], seed=seed), fmt, direction, transposed=transposed))
+    payloads = payloads_of(pair, *shape)
     exact = payloads[0].operand(torch.float32).double() @ payloads[1].operand(torch.float32).double().T
     for dtype in (torch.bfloat16, torch.float32):
         out = NATIVE.run(*payloads, pair, dtype)
@@ -184,3 +201,20 @@ def test_the_native_backend_calls_the_library_by_its_rules(a, b, gemm, shape, ac
     assert torch.allclose(total.double(), exact + 1, rtol=1e-5, atol=1e-4)
     assert set(flags) <= {NATIVE.accumulation(pair) == "fast"}
     assert bool(flags) == (0 not in shape and ("block" not in a or "e5m2" not in a + b))
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch without CUDA has no fake CUDA tensors")
+@pytest.mark.parametrize("shape", [(256, 512, 640), (33, 145, 272), (4, 16, 16)])
+@pytest.mark.parametrize("a,b", NATIVE_PAIRS)
+def test_traced_products_pass_torchs_own_shape_rules(a, b, shape, monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    pair = GemmPair("fprop", parse_format(a), parse_format(b), SM90)
+    M, N, K = shape
+    with FakeTensorMode():
+        payloads = [
+            QuantizedStorage.empty(fmt, "rowwise", (rows, K), torch.bfloat16, "cuda")
+            for fmt, rows in ((pair.a, M), (pair.b, N))
+        ]
+        assert NATIVE.prepare(pair)(*payloads, torch.bfloat16).shape == (M, N)

@@ -1,4 +1,5 @@
-"""The short way of the commonest linear gives the bits, the kept bytes and the counts of the long one (properties 12, 18, 25, 30)."""
+"""The short way of the commonest linear gives the bits, kept bytes and counts of the long one (properties 12, 18, 25, 30).
+"""
 
 import copy
 import pickle
