@@ -323,8 +323,12 @@ class HybridTensor(Owned, torch.Tensor):
             found = type(new).__name__
             raise ValueError(f".data of a HybridTensor takes a HybridTensor, found {found}; use update() or copy_()")
         torch.Tensor.data.__set__(self, new)
+        marks = self._stale
         for name in HybridTensor.__slots__:
             setattr(self, name, getattr(new, name))
+        if self._stale.owner is None:  # another value of the same parameter
+            self._stale.inherit(marks)
+            self._stale.init_value = None
 
     def __deepcopy__(self, memo):
         if not self.is_leaf:

@@ -81,6 +81,7 @@ class ShardedWeights:
 
     def __init__(self, params, ranges, rank: int, *, gather: str):
         self.params, self.ranges, self.rank, self.gather = params, ranges, rank, gather
+        self._held = [(t.rowwise, t.columnwise) for t in params]
         self.slots: list[Slot] = []
         self.payloads: list[list[QuantizedStorage]] = [[] for _ in params]
         if gather != HIGH_PRECISION:
@@ -88,6 +89,11 @@ class ShardedWeights:
             self._make_slots()
         self._sizes = [[self._bytes(r, i) for i in range(len(params))] for r in range(len(ranges))]
         self.chunk_bytes = max((sum(sizes) for sizes in self._sizes), default=0)
+        self._plan_copies()
+
+    def is_current(self) -> bool:
+        """Whether the parameters still hold the payloads that this was made for."""
+        return all(t.rowwise is row and t.columnwise is col for t, (row, col) in zip(self.params, self._held))
 
     @property
     def num_amaxes(self) -> int:
@@ -255,26 +261,30 @@ class ShardedWeights:
         if self.gather == HIGH_PRECISION:
             self._write_masters(chunks, step)
             return
-        sources, targets, split = [], [], []
-        for rank, sizes in enumerate(self._sizes):
-            position = 0
-            for i, size in enumerate(sizes):
-                part, position = chunks[rank, position : position + size], position + size
-                for s in self.payloads[i]:
-                    for name, start, n in _stretches(s, *self.ranges[rank][i]):
-                        target = _bytes_of(getattr(s, name))
-                        if name == "qdata" and _begins_in_a_byte(s, self.ranges[rank][i]):
-                            split.append((target[start : start + 1], part[:1]))
-                            target, part, start, n = target, part[1:], start + 1, n - 1
-                        sources.append(part[:n])
-                        targets.append(target[start : start + n])
-                        part = part[n:]
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for target, source in split:  # the high half is the later element, of the later rank
-            target.copy_((target & 0x0F) | (source & 0xF0))
+        if self._copies:
+            sources = [chunks[rank, start:stop] for rank, start, stop, _ in self._copies]
+            torch._foreach_copy_([target for *_, target in self._copies], sources)
+        for rank, start, target in self._halves:  # the high half is the later element, of the later rank
+            target.copy_((target & 0x0F) | (chunks[rank, start : start + 1] & 0xF0))
         for t, payloads in zip(self.params, self.payloads):
             self._received(t, payloads)
+
+    def _plan_copies(self) -> None:
+        """Where every stretch of every rank's chunk goes: (rank, first byte, last, bytes of a payload), once."""
+        self._copies, self._halves = [], []
+        for rank, sizes in enumerate(self._sizes):
+            position = 0
+            for i, owned in enumerate(self.ranges[rank]):
+                for s in self.payloads[i]:
+                    for name, start, n in _stretches(s, *owned):
+                        target, begin = _bytes_of(getattr(s, name))[start : start + n], position
+                        position += n
+                        if name == "qdata" and _begins_in_a_byte(s, owned):
+                            self._halves.append((rank, begin, target[:1]))
+                            target, begin = target[1:], begin + 1
+                        if target.numel():
+                            self._copies.append((rank, begin, position, target))
+            assert self.gather == HIGH_PRECISION or position == sum(sizes)
 
     def _write_masters(self, chunks, step: bool) -> None:
         position = [0] * len(self.ranges)

@@ -14,7 +14,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from ..distributed.param_gather import ShardedWeights
+from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights
 from ..tensor import HybridTensor
 
 GATHER = "hq_gather"  # attribute of a bucket group
@@ -39,8 +39,8 @@ class BucketGather:
                 for rank, ranges in enumerate(self.ranges):
                     a, b = (min(max(x - start, 0), stop - start) for x in (rank * shard, (rank + 1) * shard))
                     ranges.append((a, b))
-        self.stepped = False
-        self._chunks = None
+        self.stepped = False  # masters have moved since the last cast
+        self._pending = None  # (weights, gathered bytes, whether after a step, what to wait for)
         for param in self.params:
             param._stale.owner.check_split()
         self._plan()
@@ -73,6 +73,8 @@ class BucketGather:
     @torch.no_grad()
     def start(self, async_op: bool):
         """Cast the shards and start the gather; returns what to wait for, None when nothing is left to wait for."""
+        if not self.weights.is_current():  # moved, or loaded by assignment: never write to what nobody reads
+            self._plan()
         masters, weights = self.masters, self.weights
         amaxes = weights.amaxes(masters)
         if self.world > 1 and amaxes.numel():
@@ -82,21 +84,28 @@ class BucketGather:
             together = torch.cat(parts)
             dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.over_shards[0][0])
             torch._foreach_copy_(parts, list(together.split([part.numel() for part in parts])))
-        chunk = weights.cast(masters, amaxes, step=self.stepped)
-        if self.world == 1:
-            self._chunks = chunk.view(1, -1)
-            return None
-        self._chunks = torch.empty(self.world * chunk.numel(), dtype=torch.uint8, device=chunk.device)
-        work = dist.all_gather_into_tensor(self._chunks, chunk, group=self.group, async_op=async_op)
+        stepped, self.stepped = self.stepped, False
+        chunk = weights.cast(masters, amaxes, step=stepped)
+        chunks, work = chunk, None
+        if self.world > 1:
+            chunks = torch.empty(self.world * chunk.numel(), dtype=torch.uint8, device=chunk.device)
+            work = dist.all_gather_into_tensor(chunks, chunk, group=self.group, async_op=async_op)
+        self._pending = weights, chunks.view(self.world, -1), stepped, work
         return work
 
     def finish(self) -> None:
-        """Write the gathered bytes into the parameters; once for every `start`."""
-        if self._chunks is None:
-            return
-        chunks, self._chunks = self._chunks.view(self.world, -1), None
-        stepped, self.stepped = self.stepped, False
-        self.weights.scatter(chunks, step=stepped)
+        """Write the gathered bytes into the parameters; once for every `start`, whose work was waited for."""
+        if self._pending is not None:
+            (weights, chunks, stepped, _), self._pending = self._pending, None
+            weights.scatter(chunks, step=stepped)
+
+    def _drop(self) -> None:
+        """Give up a gather under way, of formats that are no more."""
+        if self._pending is not None:
+            (weights, _, stepped, work), self._pending = self._pending, None
+            if work is not None:
+                work.wait()
+            self.stepped = stepped and weights.gather == HIGH_PRECISION  # whose casts were yet to come
 
     def sync(self) -> None:
         """The parameters from the masters, now: after a load, or when their formats changed."""
@@ -106,6 +115,7 @@ class BucketGather:
     def follow_formats(self) -> None:
         """Cast anew, from the masters, what a step rule or a switch of recipes changed. A collective."""
         if self.quantizers != [p.quantizer for p in self.params]:
+            self._drop()
             self._plan()
             self.sync()
 

@@ -133,6 +133,9 @@ def check_after_a_step_the_bytes_are_the_whole_master_s():
         before = {n: p.detach().clone() for n, p in run[0].named_parameters()}
         for i in (1, 2):
             step(run, i)
+            for p in run[0].parameters() if i == 1 else ():  # other memory from now on: never write to the old
+                if isinstance(p, mh.HybridTensor):
+                    p.data = p.detach().clone()
             for n, master in whole_masters(run[0]).items():
                 weight = dict(run[0].named_parameters())[n]
                 keys = weight._stale.owner.keys(weight.device)
