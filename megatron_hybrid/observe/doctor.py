@@ -13,7 +13,7 @@ import torch
 
 from .. import __version__, kernels, ops_triton
 from ..explain import backends
-from ..gemm import DeviceKind
+from ..gemm import DeviceKind, cublaslt
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 
@@ -75,6 +75,9 @@ def _kernels(devices) -> Iterator[Finding]:
         properties = torch.cuda.get_device_properties(device)
         what = f"{device} {properties.name}, {DeviceKind.of(device)}, {properties.total_memory / 2**30:.0f} GiB"
         yield _probed(section, what, device, lambda built: f"built for {_archs(built)}")
+    direct = cublaslt.library() is not None
+    detail = "called directly on Hopper" if direct else "through torch: no `_C_lt` in this build, or a library before 12.9"
+    yield Finding(section, OK if direct else NOTE, "cuBLASLt", detail)
     for reason in dict.fromkeys(ops_triton.reason(device) for device in devices or [torch.device("cpu")]):
         detail = "used in Megatron's layers" if reason is None else f"not used, plain torch instead: {reason}"
         yield Finding(section, OK if reason is None else NOTE, "norm, SwiGLU, rotary embedding, loss (Triton)", detail)
