@@ -55,6 +55,7 @@ class HybridGroupedLinear(HoldsWeight, torch.nn.Module):
         self.hold_weight()
 
     def held_weights(self) -> list[tuple]:
+        """(parameter's name, runtime) of the weights that live quantized, one an expert."""
         if self._modules.get("hq") is None or self.weight is not None:
             return []
         return [(f"weight{e}", runtime) for e, runtime in enumerate(self.hq)]

@@ -220,7 +220,7 @@ def test_troubleshooting_quotes_messages_that_exist():
 def test_the_api_reference_builds_without_warnings(tmp_path):
     command = [sys.executable, ROOT / "scripts" / "api_reference.py", "--out", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.returncode == 0 and "warning:" not in done.stderr, done.stderr
     page = (tmp_path / "index.html").read_text()
     import megatron_hybrid as mh
 
