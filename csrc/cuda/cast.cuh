@@ -17,7 +17,7 @@ constexpr int kStrips = kTile / kStripRows;
 constexpr int kSquaresAcross = kTile / 16;  // at most
 
 struct Exchange {
-  float outer[kTile];                                // encode scales of the rows, for formats with one a row
+  float outer[kTile], inverse[kTile];                // encode scales of the rows and 1 / them, for formats with one a row
   int32_t squares[kSquaresAcross * kSquaresAcross];  // amaxes of square blocks
   int32_t strips[kStrips][kTile];                    // amaxes of column strips
   int32_t most[2];                                   // of all that this thread block cast, rows and columns
@@ -44,18 +44,22 @@ __device__ __forceinline__ void load_outer(const Direction& d, const Tile& t, bo
   const int i = threadIdx.x;
   if (!d.spec.outer_rows || i >= t.rows) return;
   ex.outer[i] = outer_encode<kind>(d, t.m0 + i);
-  if (!kIsFp4<kind> && store && t.k0 == 0) static_cast<float*>(d.scale)[t.m0 + i] = 1.0f / ex.outer[i];
+  ex.inverse[i] = 1.0f / ex.outer[i];
+  if (!kIsFp4<kind> && store && t.k0 == 0) static_cast<float*>(d.scale)[t.m0 + i] = ex.inverse[i];
 }
 
-// The scale of a line from its block's amax; stores it when `store` is set.
+// The scale of a line from its block's amax; stores it when `store` is set. `inverse`: 1 / outer.
 template <Kind kind>
-__device__ __forceinline__ LineScale line_scale(const Direction& d, int32_t amax, float outer, int64_t at, bool store) {
-  if constexpr (kIsFp4<kind>) {
-    const BlockScale s = block_scale<ScaleRule::e4m3_amax>(d.spec, amax_from_bits(amax), outer);
-    if (store) static_cast<uint8_t*>(d.scale)[at] = static_cast<uint8_t>(s.stored);
-    return {s.multiplier, decode<E4M3>(s.stored), 1.0f / outer, s.stored == E4M3::kNan ? 0u : ~0u};
+__device__ __forceinline__ LineScale line_scale(const Direction& d, int32_t amax, float outer, float inverse, int64_t at, bool store) {
+  if constexpr (kIsFp4<kind>) {  // nvfp4_scale and nvfp4_multiplier, converted by the hardware
+    const uint32_t code = encode_pair<E4M3>(bits_float(static_cast<uint32_t>(amax)) * (outer * (1.0f / 6.0f)), 0.0f);
+    float scale, zero;
+    decode_pair<E4M3>(code, scale, zero);
+    const float multiplier = 1.0f / (scale * inverse);
+    if (store) static_cast<uint8_t*>(d.scale)[at] = static_cast<uint8_t>(code);
+    return {multiplier > kFloatMax ? kFloatMax : multiplier, scale, inverse, code == E4M3::kNan ? 0u : ~0u};
   }
-  if (is_preset(d.spec)) return {outer, 1.0f / outer, 1.0f, 0};
+  if (is_preset(d.spec)) return {outer, inverse, 1.0f, 0};
   if (d.spec.scale_rule == ScaleRule::e8m0) {
     const BlockScale s = block_scale<ScaleRule::e8m0>(d.spec, amax_from_bits(amax), 1.0f);
     if (store) static_cast<uint8_t*>(d.scale)[at] = static_cast<uint8_t>(s.stored);
@@ -130,7 +134,7 @@ __device__ int32_t cast_rows(const Direction& d, const Tile& t, bool write_back,
   if (is_square(d.spec)) collect_squares<T>(d, tile, ex);
   const bool needs_amax = !is_preset(d.spec) || d.history;
   const int block_lines = is_square(d.spec) ? 1 : d.spec.block_k / kLine;
-  const float fixed_outer = d.spec.outer_rows ? 1.0f : outer_encode<kind>(d, 0);
+  const float fixed_outer = d.spec.outer_rows ? 1.0f : outer_encode<kind>(d, 0), fixed_inverse = 1.0f / fixed_outer;
   const int j = threadIdx.x % kLinesAcross * kLine;
   int32_t most = 0;
   for (int i = threadIdx.x / kLinesAcross; i < kTile; i += kRowsAtOnce) {
@@ -150,9 +154,9 @@ __device__ int32_t cast_rows(const Direction& d, const Tile& t, bool write_back,
       most = max_bits(most, amax);
       amax = is_square(d.spec) ? square_of(d, ex, i, j) : max_of_lines(amax, block_lines);
     }
-    const float outer = d.spec.outer_rows ? ex.outer[i] : fixed_outer;
+    const float outer = d.spec.outer_rows ? ex.outer[i] : fixed_outer, inverse = d.spec.outer_rows ? ex.inverse[i] : fixed_inverse;
     const bool blocks = !is_preset(d.spec);
-    const LineScale s = line_scale<kind>(d, amax, outer, blocks ? scale_index(d, t, i, j) : 0, blocks && is_first(d, t, i, j));
+    const LineScale s = line_scale<kind>(d, amax, outer, inverse, blocks ? scale_index(d, t, i, j) : 0, blocks && is_first(d, t, i, j));
     uint32_t draws[kLine / 2];
     if (kind == Kind::fp4_mixed && d.spec.sr) row_draws(d.noise, t.m0 + i, t.k0 + j, draws);
     const auto draw = [&](int e) { return draws[e / 2] >> (e % 2 * 16) & 0xffffu; };
@@ -162,9 +166,9 @@ __device__ int32_t cast_rows(const Direction& d, const Tile& t, bool write_back,
     uint8_t* to = d.codes + (t.m0 + i) * d.pitch + (t.k0 + j) / kPerByte;
     put_bytes(to, codes.w, (t.cols - j + kPerByte - 1) / kPerByte, d.width);
     if (!write_back) continue;
-    decode_line<kind>(d.spec.element, codes, x);
+    decode_line<kind>(d.spec.element, codes, s.decode, x);
     MH_UNROLL
-    for (int e = 0; e < kLine; ++e) x[e] = x[e] * s.decode * s.outer;
+    for (int e = 0; e < kLine; ++e) x[e] = kIsFp4<kind> ? x[e] * s.outer : x[e] * s.decode;
     if (turned) hadamard16(x, true);
     store_line<T>(tile, i, j, x);
   }
@@ -200,9 +204,18 @@ __device__ int32_t cast_columns(const Direction& d, const Tile& t, const char* t
     for (int strip = 0; strip < kStrips; ++strip)
       block[0] = max_bits(block[0], ex.strips[strip][j]), block[1] = max_bits(block[1], ex.strips[strip][j + 1]);
   }
-  float outer[2];
+  float outer[2], inverse[2];
   MH_UNROLL
-  for (int c = 0; c < 2; ++c) outer[c] = outer_encode<kind>(d, min(t.k0 + j + c, t.k0 + t.cols - 1));
+  for (int c = 0; c < 2; ++c) outer[c] = outer_encode<kind>(d, min(t.k0 + j + c, t.k0 + t.cols - 1)), inverse[c] = 1.0f / outer[c];
+  const auto scale_of = [&](int i, int c, int32_t amax) {
+    const bool blocks = !is_preset(d.spec);
+    return line_scale<kind>(d, amax, outer[c], inverse[c], blocks ? scale_index(d, t, i, j + c) : 0, blocks && is_first(d, t, i, j + c));
+  };
+  LineScale scales[2];
+  if constexpr (!kIsFp4<kind>) {  // blocks are at least as tall as a strip
+    MH_UNROLL
+    for (int c = 0; c < 2; ++c) scales[c] = scale_of(i0, c, is_square(d.spec) ? square_of(d, ex, i0, j + c) : block[c]);
+  }
 #pragma unroll 1
   for (int i = i0; i < i0 + kStripRows; i += kLine) {
     Pair<T> pairs[kLine];
@@ -222,16 +235,16 @@ __device__ int32_t cast_columns(const Direction& d, const Tile& t, const char* t
       float x[kLine];
       MH_UNROLL
       for (int e = 0; e < kLine; ++e) x[e] = c ? pairs[e].hi() : pairs[e].lo();
-      int32_t amax = is_square(d.spec) ? square_of(d, ex, i, j) : block[c];
-      if (kind == Kind::fp4_mixed && d.spec.rht && i + kLine <= t.rows) {
-        hadamard16(x, false);
-        amax = line_amax(x);
+      if constexpr (kIsFp4<kind>) {
+        int32_t amax = is_square(d.spec) ? square_of(d, ex, i, j + c) : block[c];
+        if (kind == Kind::fp4_mixed && d.spec.rht && i + kLine <= t.rows) {
+          hadamard16(x, false);
+          amax = line_amax(x);
+        }
+        scales[c] = scale_of(i, c, amax);
       }
-      const bool blocks = !is_preset(d.spec);
-      const LineScale s = line_scale<kind>(d, amax, outer[c], blocks ? scale_index(d, t, i, j + c) : 0,
-                                           blocks && is_first(d, t, i, j + c));
       const auto draw = [&](int e) { return c ? draws[e] >> 16 : draws[e] & 0xffffu; };
-      codes[c] = encode_line<kind>(d.spec, x, s, draw);
+      codes[c] = encode_line<kind>(d.spec, x, scales[c], draw);
       if (d.transposed) stage_codes<kind>(staging, j + c, i / kLine, codes[c]);
     }
     if (!d.transposed) stage_pairs<kind>(staging, i, j, codes);

@@ -83,13 +83,13 @@ __device__ __forceinline__ Codes<kind> staged_line(const DecodeArgs& a, const ui
 template <Kind kind, bool down>
 __device__ __forceinline__ void decode_scaled(const DecodeArgs& a, const Tile& t, const uint8_t* staging, const Scales& s,
                                               int i, int j, float (&x)[kLine]) {
-  decode_line<kind>(a.spec.element, staged_line<kind, down>(a, staging, i, j), x);
-  const int log = down ? a.block_m_log : a.block_k_log;
-  if (log > 0) {
-    const float scale = s.block[scale_of(a, i, j)];
+  const bool shared = (down ? a.block_m_log : a.block_k_log) > 0;  // the line's elements have one scale
+  const float scale = shared ? s.block[scale_of(a, i, j)] : 1.0f;
+  decode_line<kind>(a.spec.element, staged_line<kind, down>(a, staging, i, j), scale, x);
+  if (shared && !kIsFp4<kind>) {
     MH_UNROLL
     for (int e = 0; e < kLine; ++e) x[e] = x[e] * scale;
-  } else {
+  } else if (!shared) {
     MH_UNROLL
     for (int e = 0; e < kLine; ++e) x[e] = x[e] * s.block[scale_of(a, i + (down ? e : 0), j + (down ? 0 : e))];
   }
@@ -115,8 +115,10 @@ __device__ void store_row_line(const DecodeArgs& a, const Tile& t, int i, int j,
   const bool inside = i < t.rows && j < t.cols;
   if (sizeof(typename T::Raw) == 2 && a.out_width == kVector && t.cols == kTile) {
     uint32_t w[kWords];
+    Pair<T> pairs[kLine / 2];
+    store_pairs<T>(x, pairs);
     MH_UNROLL
-    for (int e = 0; e < kLine / 2; ++e) w[e] = Pair<T>::of(x[2 * e], x[2 * e + 1]).w[0];
+    for (int e = 0; e < kLine / 2; ++e) w[e] = pairs[e].w[0];
     const bool odd = j / kLine % 2;
     uint32_t first[4], second[4];
     MH_UNROLL

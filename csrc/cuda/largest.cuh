@@ -13,12 +13,13 @@ struct Target {
   bool keep_nan;
 };
 
-// Largest magnitudes of two neighbouring columns (a line along K counts as both): NaNs aside, and where there were any.
+// Largest magnitudes of two neighbouring columns (a line along K counts as both): NaNs aside, and where there were any. Only
+// NVFP4 transforms, and its amaxes leave NaNs out.
 template <class T>
 struct Largest {
   PairAmax<T> raw;
-  int32_t turned[2] = {0, 0};
-  bool raw_nan[2] = {false, false}, turned_nan[2] = {false, false};
+  float turned[2] = {0.0f, 0.0f};
+  bool raw_nan[2] = {false, false};
 
   template <int n>
   __device__ void add_raw(const Pair<T> (&p)[n]) {
@@ -37,11 +38,7 @@ struct Largest {
   __device__ void add_turned(float (&x)[kLine], bool whole, int column) {
     if (whole) hadamard16(x, false);
     MH_UNROLL
-    for (int e = 0; e < kLine; ++e) {
-      const int32_t bits = abs_bits(x[e]);
-      turned_nan[column] |= bits > kInfBits;
-      turned[column] = max_bits(turned[column], bits > kInfBits ? 0 : bits);
-    }
+    for (int e = 0; e < kLine; ++e) turned[column] = max_magnitude(turned[column], x[e]);
   }
 
   // A line along K, n elements of it inside.
@@ -58,15 +55,14 @@ struct Largest {
     raw.add(other.raw.pair());
     MH_UNROLL
     for (int c = 0; c < 2; ++c) {
-      turned[c] = max_bits(turned[c], other.turned[c]);
-      raw_nan[c] |= other.raw_nan[c], turned_nan[c] |= other.turned_nan[c];
+      turned[c] = max_magnitude(turned[c], other.turned[c]);
+      raw_nan[c] |= other.raw_nan[c];
     }
   }
 
   __device__ int32_t get(const Target& t, int column) const {
-    const bool nan = t.turned ? turned_nan[column] : raw_nan[column];
-    const int32_t bits = t.turned ? turned[column] : (column ? raw.hi() : raw.lo());
-    return t.keep_nan && nan ? kNanBits : bits;
+    if (t.turned) return abs_bits(turned[column]);
+    return t.keep_nan && raw_nan[column] ? kNanBits : (column ? raw.hi() : raw.lo());
   }
   __device__ int32_t get(const Target& t) const { return max_bits(get(t, 0), get(t, 1)); }
 

@@ -26,6 +26,13 @@ struct alignas(2 * sizeof(typename T::Raw)) Pair {
     if constexpr (kWords == 1) return load_raw<T>(static_cast<uint16_t>(w[0] >> 16));
     if constexpr (kWords == 2) return bits_float(w[1]);
   }
+  // `of`, but any NaN for a NaN
+  static __device__ Pair near(float lo, float hi) {
+    Pair p;
+    if constexpr (kWords == 1) p.w[0] = store_pair<T>(lo, hi);
+    if constexpr (kWords == 2) p.w[0] = float_bits(lo), p.w[1] = float_bits(hi);
+    return p;
+  }
   static __device__ Pair of(float lo, float hi) {
     Pair p;
     if constexpr (kWords == 1) p.w[0] = T::store(lo) | static_cast<uint32_t>(T::store(hi)) << 16;
@@ -34,15 +41,14 @@ struct alignas(2 * sizeof(typename T::Raw)) Pair {
   }
 };
 
-// Largest magnitudes of the low and of the high elements of pairs. Raw magnitudes order like their values, NaN above
-// Inf, in 16 bits as in 32.
+// Largest magnitudes of the low and of the high elements of pairs, NaN above Inf. Signs mean nothing.
 template <class T>
 struct PairAmax {
   uint32_t most[Pair<T>::kWords] = {};
 
   __device__ void add(const Pair<T>& p) {
     if constexpr (Pair<T>::kWords == 1) {
-      most[0] = max_u16x2(most[0], p.w[0] & 0x7fff7fffu);
+      most[0] = max_magnitudes<T>(most[0], p.w[0]);
     } else {
       most[0] = max(most[0], p.w[0] & 0x7fffffffu);
       most[1] = max(most[1], p.w[1] & 0x7fffffffu);
@@ -61,10 +67,24 @@ struct PairAmax {
 };
 
 __device__ inline int32_t line_amax(const float (&x)[kLine]) {
-  int32_t most = 0;
+  float most = 0.0f;
   MH_UNROLL
-  for (int e = 0; e < kLine; ++e) most = max_bits(most, abs_bits(x[e]));
-  return most;
+  for (int e = 0; e < kLine; ++e) most = max_magnitude_nan(most, x[e]);
+  return abs_bits(most);
+}
+
+// FP32 elements to pairs as T::store makes them. A NaN is rare: whether there is one (or an Inf) shows in products with 0.
+template <class T>
+__device__ __forceinline__ void store_pairs(const float (&x)[kLine], Pair<T> (&pairs)[kLine / 2]) {
+  float zero = 0.0f;
+  MH_UNROLL
+  for (int e = 0; e < kLine / 2; ++e) {
+    pairs[e] = Pair<T>::near(x[2 * e], x[2 * e + 1]);
+    if constexpr (Pair<T>::kWords == 1) zero = fmaf(x[2 * e], 0.0f, fmaf(x[2 * e + 1], 0.0f, zero));
+  }
+  if (zero == 0.0f) return;
+  MH_UNROLL
+  for (int e = 0; e < kLine / 2; ++e) pairs[e] = Pair<T>::of(x[2 * e], x[2 * e + 1]);
 }
 
 // What a direction's kernel is compiled for. `fp4_mixed` is FP4 with the Hadamard transform, stochastic rounding or both.
@@ -81,47 +101,44 @@ struct Codes {
   uint32_t w[kWords];
 };
 
-// E2M1 from FP32 arithmetic, two ways that share a step. With E = floor(log2(max(|x|, 1))), codes at |x| are multiples
-// n of 2^(E - 1), and the code is n + 2E. Adding a float whose last bit is worth 2^(E - 1) makes the adder round to n
-// (ties to even), and one whose last bit is worth 2^(E - 17) and that rounds down leaves 16 bits of the fraction.
-// kBias cancels what the sum's exponent adds to n + 2E, modulo 8.
-constexpr int32_t kOneBits = 0x3f800000;
-constexpr int32_t kBias = 6;
-constexpr int32_t kNearest = (22 << 23) + kBias;
-constexpr int32_t kFraction = (6 << 23) + (kBias << 16);
+// E2M1 from FP32 arithmetic. Codes at |x| are apart by 1/2, 1 or 2, and as a function of |x| the code is the least of the
+// three lines 2|x|, |x| + 2 and |x|/2 + 4. Each is rounded by one fused multiply-add whose sum is so large that its last bit
+// is worth 1 (nearest, ties to even: 2 and 4 are even) or 2^-16 (rounded down: the fraction's 16 bits, to which random bits
+// are added). With |x| cut at 8 codes reach 8, which pack_e2m1 makes 7.
+constexpr float kWhole = 8388608.0f;  // 2^23
+constexpr uint32_t kNearestByte = 0, kStochasticByte = 2;  // where the code is in the result
 
-__device__ __forceinline__ float e2m1_shifter(float magnitude, int32_t shift) {
-  const int32_t exponent = static_cast<int32_t>(float_bits(magnitude)) & kInfBits;
-  return bits_float(static_cast<uint32_t>(__viaddmax_s32(exponent, shift, kOneBits + shift)));
-}
-
-// The code is in the low three bits, the sign is not.
 __device__ __forceinline__ uint32_t e2m1_nearest(float x) {
-  const float a = fminf(fabsf(x), E2M1::kMax);
-  const uint32_t sum = float_bits(a + e2m1_shifter(a, kNearest));
-  return (sum >> 22) + sum;
+  const float eighth = __saturatef(fabsf(x) * 0.125f);
+  const float half = fmaf(eighth, 16.0f, kWhole), one = fmaf(eighth, 8.0f, kWhole + 2.0f), two = fmaf(eighth, 4.0f, kWhole + 4.0f);
+  return float_bits(fminf(fminf(half, one), two));
 }
 
 // `u`: 16 random bits; takes the upper neighbour when u is below the fraction.
 __device__ __forceinline__ uint32_t e2m1_stochastic(float x, uint32_t u) {
-  const float a = fminf(fabsf(x), E2M1::kMax);
-  const uint32_t sum = float_bits(__fadd_rz(a, e2m1_shifter(a, kFraction))) + (u ^ 0xffffu);
-  return (sum >> 22) + (sum >> 16);
+  constexpr float kUnit = 65536.0f, kCarry = kWhole + 65535.0f;
+  const float eighth = __saturatef(fabsf(x) * 0.125f);
+  const float half = __fmaf_rz(eighth, 16.0f * kUnit, kCarry), one = __fmaf_rz(eighth, 8.0f * kUnit, kCarry + 2.0f * kUnit);
+  const float two = __fmaf_rz(eighth, 4.0f * kUnit, kCarry + 4.0f * kUnit);
+  return float_bits(fminf(fminf(half, one), two)) - u;
 }
 
-// Eight codes to a word, the first in the low nibble: magnitudes from the low bits of c, signs from x.
+// Every second of eight words, a byte each: byte `byte` of w[0], w[2], w[4], w[6].
+template <uint32_t byte>
+__device__ __forceinline__ uint32_t gather_bytes(const uint32_t* w) {
+  constexpr uint32_t kBoth = byte | (4 + byte) << 4;
+  return permute(permute(w[0], w[2], kBoth), permute(w[4], w[6], kBoth), 0x5410);
+}
+
+// Eight codes to a word, the first in the low nibble: magnitudes from byte `byte` of c, signs from x.
+template <uint32_t byte>
 __device__ __forceinline__ uint32_t pack_e2m1(const uint32_t* c, const float* x) {
-  uint32_t half[2];  // even and odd elements, a byte each
+  uint32_t bits[8];
   MH_UNROLL
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t low = permute(c[i], c[i + 2], 0x0040), high = permute(c[i + 4], c[i + 6], 0x4000);
-    const uint32_t magnitudes = permute(low, high, 0x7610);
-    const uint32_t low_signs = permute(float_bits(x[i]), float_bits(x[i + 2]), 0x00fb);
-    const uint32_t high_signs = permute(float_bits(x[i + 4]), float_bits(x[i + 6]), 0xfb00);
-    const uint32_t signs = permute(low_signs, high_signs, 0x7610);
-    half[i] = (magnitudes & 0x07070707u) | (signs & 0x08080808u);
-  }
-  return half[0] | half[1] << 4;
+  for (int e = 0; e < 8; ++e) bits[e] = float_bits(x[e]);
+  const uint32_t magnitudes = gather_bytes<byte>(c) + gather_bytes<byte>(c + 1) * 16u;
+  const uint32_t signs = (gather_bytes<3>(bits) >> 4 & 0x08080808u) | (gather_bytes<3>(bits + 1) & 0x80808080u);
+  return (magnitudes - (magnitudes >> 3 & 0x11111111u)) | signs;
 }
 
 template <class E>
@@ -145,26 +162,38 @@ __device__ __forceinline__ void encode_nibbles(const float (&x)[kLine], float mu
     if (stochastic) {
       MH_UNROLL
       for (int e = 0; e < 8; ++e) c[e] = e2m1_stochastic(scaled[e], draw(8 * h + e));
+      out[h] = pack_e2m1<kStochasticByte>(c, scaled) & keep;
     } else {
       MH_UNROLL
       for (int e = 0; e < 8; ++e) c[e] = e2m1_nearest(scaled[e]);
+      out[h] = pack_e2m1<kNearestByte>(c, scaled) & keep;
     }
-    out[h] = pack_e2m1(c, scaled) & keep;
   }
 }
 
-// A line of codes back to FP32, without scales.
-template <Kind kind>
-__device__ __forceinline__ void decode_line(Element element, const Codes<kind>& in, float (&x)[kLine]) {
+// Eight FP4 codes to FP32, times `scale`, an E4M3 number: products of 2 and 4 bits are exact, in FP16 too. A code's
+// three bits as exponent and mantissa of an FP16 number are its value times 2^-14, also below 1.
+__device__ __forceinline__ void decode_nibbles(uint32_t codes, float scale, float* x) {
+  const uint32_t scales = store_pair<Float16>(scale, scale);
   MH_UNROLL
-  for (int e = 0; e < kLine; ++e) {
-    if constexpr (kIsFp4<kind>) {
-      // the three bits as exponent and mantissa of an FP32 number are the value times 2^-126, also below 1
-      const uint32_t nibble = in.w[e / 8] >> (e % 8 * 4);
-      x[e] = bits_float((nibble & 7u) << 22 | (nibble & 8u) << 28) * 0x1p126f;
-    } else {
-      const uint32_t code = in.w[e / 4] >> (e % 4 * 8) & 0xffu;
-      x[e] = element == Element::e5m2 ? decode<E5M2>(code) : decode<E4M3>(code);
+  for (int e = 0; e < 4; ++e) {  // the elements e and e + 4
+    const uint32_t shifted = codes << (12 - 4 * e);
+    const uint32_t small = (shifted >> 3 & 0x0e000e00u) | (shifted & 0x80008000u);
+    const uint32_t scaled = multiply_halves(multiply_halves(small, 0x74007400u), scales);  // 2^14
+    x[e] = load_raw<Float16>(static_cast<uint16_t>(scaled)), x[e + 4] = load_raw<Float16>(static_cast<uint16_t>(scaled >> 16));
+  }
+}
+
+// A line of codes back to FP32; FP4 codes come times their block's scale, FP8 codes as they are.
+template <Kind kind>
+__device__ __forceinline__ void decode_line(Element element, const Codes<kind>& in, float scale, float (&x)[kLine]) {
+  if constexpr (kIsFp4<kind>) {
+    decode_nibbles(in.w[0], scale, x), decode_nibbles(in.w[1], scale, x + 8);
+  } else {
+    MH_UNROLL
+    for (int e = 0; e < kLine; e += 2) {
+      const uint32_t codes = in.w[e / 4] >> (e % 4 * 8) & 0xffffu;
+      element == Element::e5m2 ? decode_pair<E5M2>(codes, x[e], x[e + 1]) : decode_pair<E4M3>(codes, x[e], x[e + 1]);
     }
   }
 }

@@ -39,14 +39,85 @@ __device__ __forceinline__ float load_raw(typename T::Raw raw) {
   return T::load(raw);
 }
 
-// Maxima of the two unsigned halves.
-__device__ __forceinline__ uint32_t max_u16x2(uint32_t a, uint32_t b) {
+// Two numbers of a 16-bit type from FP32, nearest even; `lo` in the low half. Which NaN a NaN becomes differs from
+// T::store.
+template <class T>
+__device__ __forceinline__ uint32_t store_pair(float lo, float hi) {
+#if defined(__CUDACC__)
+  uint32_t pair;
+  if constexpr (std::is_same_v<T, Float16>)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+  else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(hi), "f"(lo));
+  return pair;
+#else
+  return T::store(lo) | static_cast<uint32_t>(T::store(hi)) << 16;
+#endif
+}
+
+// Of two pairs of 16-bit numbers, the larger magnitudes, NaN where one of them is NaN. Signs are left to chance.
+template <class T>
+__device__ __forceinline__ uint32_t max_magnitudes(uint32_t a, uint32_t b) {
 #if defined(__CUDACC__)
   uint32_t most;
-  asm("max.u16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  if constexpr (std::is_same_v<T, Float16>)
+    asm("max.NaN.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
+  else
+    asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(most) : "r"(a), "r"(b));
   return most;
 #else
-  const uint32_t low = max(a & 0xffffu, b & 0xffffu), high = max(a >> 16, b >> 16);
+  const uint32_t low = max(a & 0x7fffu, b & 0x7fffu), high = max(a >> 16 & 0x7fffu, b >> 16 & 0x7fffu);
+  return low | high << 16;
+#endif
+}
+
+// The larger magnitude, its sign left to chance; a NaN counts as nothing beside a number.
+__device__ __forceinline__ float max_magnitude(float a, float b) {
+#if defined(__CUDACC__)
+  float most;
+  asm("max.xorsign.abs.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+#else
+  return a != a ? b : (b != b || fabsf(a) > fabsf(b) ? a : b);
+#endif
+}
+
+// The same, but NaN where one of them is.
+__device__ __forceinline__ float max_magnitude_nan(float a, float b) {
+#if defined(__CUDACC__)
+  float most;
+  asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+#else
+  return abs_bits(a) > abs_bits(b) ? a : b;
+#endif
+}
+
+// Two FP8 codes (`lo` in the low byte) to FP32, exact.
+template <class E>
+__device__ __forceinline__ void decode_pair(uint32_t codes, float& lo, float& hi) {
+#if defined(__CUDACC__)
+  uint32_t halves;
+  if constexpr (std::is_same_v<E, E4M3>)
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+  else
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(codes)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(lo) : "h"(static_cast<uint16_t>(halves)));
+  asm("cvt.f32.f16 %0, %1;" : "=f"(hi) : "h"(static_cast<uint16_t>(halves >> 16)));
+#else
+  lo = decode<E>(codes & 0xffu), hi = decode<E>(codes >> 8 & 0xffu);
+#endif
+}
+
+// Products of two pairs of FP16 numbers.
+__device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDACC__)
+  uint32_t product;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  const uint32_t low = Float16::store(Float16::load(static_cast<uint16_t>(a)) * Float16::load(static_cast<uint16_t>(b)));
+  const uint32_t high = Float16::store(Float16::load(static_cast<uint16_t>(a >> 16)) * Float16::load(static_cast<uint16_t>(b >> 16)));
   return low | high << 16;
 #endif
 }

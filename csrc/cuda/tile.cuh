@@ -94,16 +94,13 @@ __device__ __forceinline__ void load_line(const char* tile, int i, int j, Pair<T
 template <class T>
 __device__ __forceinline__ void store_line(char* tile, int i, int j, const float (&x)[kLine]) {
   constexpr int kPerChunk = kVector / static_cast<int>(sizeof(typename T::Raw));
+  Pair<T> line[kLine / 2];
+  store_pairs<T>(x, line);
   MH_UNROLL
   for (int c = 0; c < kLine / kPerChunk; ++c) {
     uint32_t words[4];
     MH_UNROLL
-    for (int w = 0; w < 4; w += Pair<T>::kWords) {
-      const int e = c * kPerChunk + w / Pair<T>::kWords * 2;
-      const Pair<T> p = Pair<T>::of(x[e], x[e + 1]);
-      MH_UNROLL
-      for (int part = 0; part < Pair<T>::kWords; ++part) words[w + part] = p.w[part];
-    }
+    for (int w = 0; w < 4; ++w) words[w] = line[(4 * c + w) / Pair<T>::kWords].w[(4 * c + w) % Pair<T>::kWords];
     *reinterpret_cast<uint4*>(tile + chunk_offset<T>(i, j / kPerChunk + c)) = {words[0], words[1], words[2], words[3]};
   }
 }

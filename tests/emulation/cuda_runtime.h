@@ -77,11 +77,11 @@ T __ldcg(const T* at) {
   return *at;
 }
 
-inline int32_t __viaddmax_s32(int32_t a, int32_t b, int32_t c) { return std::max(a + b, c); }
+inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 
-// Sums of floats whose exponents differ by less than 29 are exact in double.
-inline float __fadd_rz(float a, float b) {
-  const double sum = static_cast<double>(a) + static_cast<double>(b);
+// For sums whose double is exact: the kernels' are of numbers of 24 bits within 2^29 of each other.
+inline float __fmaf_rz(float a, float b, float c) {
+  const double sum = static_cast<double>(a) * static_cast<double>(b) + static_cast<double>(c);
   const float nearest = static_cast<float>(sum);
   return std::fabs(static_cast<double>(nearest)) > std::fabs(sum) ? std::nextafterf(nearest, 0.0f) : nearest;
 }
