@@ -227,7 +227,7 @@ void dequantize(const DequantizeArgs& args, const Where& where) {
   a.inverse_rht = args.inverse_rht;
   a.out = swapped ? transposed(out) : out;
   a.out_width = a.out.col_stride == 1 ? access_width(out.data, a.out.row_stride * (out.dtype == Dtype::f32 ? 4 : 2)) : 0;
-  a.tiling = make_tiling(a.out.rows, a.out.cols, 1, false);
+  a.tiling = make_tiling(a.out.rows, a.out.cols, false);
   by_dtype(out.dtype, [&](auto t) {
     using T = decltype(t);
     const auto kernel = spec.element == Element::e2m1 ? decode_tiles<T, Kind::fp4> : decode_tiles<T, Kind::fp8>;

@@ -63,8 +63,6 @@ bool sees_swapped(const PairArgs& p, const Matrix& x) {
   return fits(p, prefers) ? prefers : !prefers;
 }
 
-constexpr uint32_t kBand = 16;
-
 bool is_measured(const QuantizeArgs& a) { return a.measured && !a.fixed_scale; }
 
 __global__ void __launch_bounds__(kThreads) clear_panels(Panels panels, int64_t rows, const int32_t* noop) {
@@ -85,7 +83,7 @@ void launch_pair(const PairArgs& p, bool looks, const Where& where) {
   a.vector = loads_vectors(a.x);
   // after an amax pass, backwards: the end of what that pass read is still in the L2
   const bool after_pass = (p.has_row && is_measured(p.row)) || (p.has_col && is_measured(p.col));
-  a.tiling = make_tiling(a.x.rows, a.x.cols, looks || !(p.has_row && p.has_col) ? 1 : kBand, after_pass && !looks);
+  a.tiling = make_tiling(a.x.rows, a.x.cols, after_pass && !looks);
   a.items = a.tiling.count;
   if (looks) {
     const auto looks_across = static_cast<uint32_t>((x.cols + kLookCols - 1) / kLookCols);

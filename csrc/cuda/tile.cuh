@@ -17,27 +17,24 @@ struct Tile {
   int rows, cols;
 };
 
-// How a matrix splits into tiles, one a thread block: bands of `band` rows of tiles one after the other, the tiles of a band
-// column by column, so that both payloads are written in patches. `backwards`: the last one first.
+// How a matrix splits into tiles, one a thread block. `backwards`: the last one first.
 struct Tiling {
   int64_t m, k;
-  uint32_t across, count, band;
+  uint32_t across, count;
   bool backwards;
 
   __device__ Tile tile(uint32_t index) const {
-    const uint32_t at = backwards ? count - 1 - index : index;
-    const uint32_t first = at / (band * across) * band, rest = at - first * across;
-    const uint32_t tall = min(band, count / across - first), col = rest / tall, row = first + rest - col * tall;
-    const int64_t m0 = static_cast<int64_t>(row) * kTile, k0 = static_cast<int64_t>(col) * kTile;
+    const uint32_t at = backwards ? count - 1 - index : index, row = at / across;
+    const int64_t m0 = static_cast<int64_t>(row) * kTile, k0 = static_cast<int64_t>(at - row * across) * kTile;
     return Tile{m0, k0, static_cast<int>(min(m - m0, static_cast<int64_t>(kTile))),
                 static_cast<int>(min(k - k0, static_cast<int64_t>(kTile)))};
   }
 };
 
-inline Tiling make_tiling(int64_t m, int64_t k, uint32_t band, bool backwards) {
+inline Tiling make_tiling(int64_t m, int64_t k, bool backwards) {
   const int64_t across = (k + kTile - 1) / kTile, count = across * ((m + kTile - 1) / kTile);
   if (count > kMaxGrid / 2) throw std::runtime_error("megatron_hybrid._C_cuda: a matrix of more than 2^44 elements");
-  return Tiling{m, k, static_cast<uint32_t>(across), static_cast<uint32_t>(count), band, backwards};
+  return Tiling{m, k, static_cast<uint32_t>(across), static_cast<uint32_t>(count), backwards};
 }
 
 template <class T>
