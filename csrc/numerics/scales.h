@@ -5,13 +5,19 @@
 
 MH_NUMERICS_BEGIN
 
+// A quotient of non-negative numbers, at most FP32's largest. On integers: with a comparison of floats, what GCC 13 built
+// gave small amaxes a scale of 1, as if an infinite quotient had to mean a divisor of 0.
+MH_HD float cut_overflow(float quotient) {
+  const uint32_t bits = float_bits(quotient), most = 0x7f7fffffu;
+  return bits_float(bits < most ? bits : most);
+}
+
 // --- FP32 rule -------------------------------------------------------------------------------------------------------
 
 // Encode scale max/amax. An amax that is 0, Inf or NaN gives 1; a quotient past FP32's range gives its largest number.
 MH_HD float fp32_encode_scale(float amax, float element_max, float eps, bool pow2) {
   const float a = amax < eps ? eps : amax;  // a NaN compares false and stays
-  const float quotient = element_max / a;
-  const float finite = quotient > kFloatMax ? kFloatMax : quotient;
+  const float finite = cut_overflow(element_max / a);
   const float floored = bits_float(float_bits(finite) & (pow2 ? 0x7f800000u : 0xffffffffu));
   return a > 0.0f && a <= kFloatMax ? floored : 1.0f;
 }
@@ -44,8 +50,7 @@ MH_HD float e8m0_multiplier(uint32_t code) {
 
 // 2688 = 448 * 6: the largest value a block can reach. An amax of 0, or one so large that enc would be 0, gives 1.
 MH_HD float nvfp4_outer_encode(float amax) {
-  const float quotient = 2688.0f / amax;
-  const float finite = quotient > kFloatMax ? kFloatMax : quotient;
+  const float finite = cut_overflow(2688.0f / amax);
   return amax > 0.0f && finite > 0.0f ? finite : 1.0f;
 }
 
