@@ -9,7 +9,7 @@ import torch
 from bench_common import median
 
 KINDS = (  # of kernels, by name; the first that fits
-    ("attention", r"sdpa|fmha|flash"),
+    ("attention", r"sdpa|fmha|flash|cudnn::fusion"),
     ("gemms", r"gemm|nvjet|cutlass|xmma|splitkreduce|cublas"),
     ("casts", r"mh::"),
     ("fused", r"^_(norm|swiglu|split_rotate|loss|column)"),
