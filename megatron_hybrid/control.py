@@ -119,6 +119,14 @@ class Controller:
         for follow in self.on_new_weights:
             follow()
 
+    def rescale_from(self, recipe, step: int | None = None) -> None:
+        """After loading delayed scales of a run with another recipe: make them anew, from the histories, where its
+        formats map an amax to another number. recipe: that run's, as for `switch`; step: its last one, for step rules."""
+        recipe = as_recipe(recipe)
+        for runtime in self.runtimes:
+            runtime.rescale_from(recipe, step)
+        self.invalidate()
+
     def switch(self, recipe) -> None:
         """Change the recipe from the next forward on. Every module is planned and checked before any is changed.
 

@@ -90,7 +90,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
         groups = Groups(m_splits, len(self), x.shape[0], x.device)
         plain = type(x) in (torch.Tensor, HybridTensor) and type(weight) is torch.nn.Parameter
         watched = self[0].observer is not None or self[0].nan_check is not None
-        if plain and not watched and x.shape[0] and not torch.compiler.is_compiling():
+        if plain and not watched and x.dtype == weight.dtype and x.shape[0] and not torch.compiler.is_compiling():
             how = self.how(weight)
             if isinstance(how, GroupedPlan):
                 call = self[0].call(weight.device, LOCAL, training=training)

@@ -36,11 +36,6 @@ class GroupedPlan:
     wgrad: gemms.GroupedBackend
     alignment: int
 
-    @property
-    def needs_host(self) -> bool:
-        """Whether a gemm must know the sizes of groups on the host, and waits for the device when it knows them alone."""
-        return any(backend.needs_host for backend in (self.fprop, self.dgrad, self.wgrad))
-
     def __str__(self) -> str:
         names = ", ".join(f"{gemm} {getattr(self, gemm).name}" for gemm in ("fprop", "dgrad", "wgrad"))
         return f"{names}; groups padded to {self.alignment} rows in wgrad"

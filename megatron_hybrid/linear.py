@@ -313,6 +313,8 @@ def _forward_operand(call, operand, x, keep: bool):
     kept = call.plan.saved[operand] if keep else None
     if kept == ORIGINAL and isinstance(x, HybridTensor):
         kept = COLUMNWISE  # the original is not there any more, its columnwise payload is
+    if kept == COLUMNWISE and isinstance(x, HybridTensor) and payload(x, COLUMNWISE) is None:
+        kept = ROWWISE if call.plan.quantizers[operand].derives_columnwise else kept  # backward derives it
     row, col = call.quantize(operand, x, rowwise=True, columnwise=kept == COLUMNWISE)
     return row, {None: None, ROWWISE: row, COLUMNWISE: col, ORIGINAL: x}[kept]
 

@@ -32,14 +32,14 @@ class FusedAdam(torch.optim.Optimizer):
         self,
         params,
         lr=1e-3,
-        bias_correction=True,
         betas=(0.9, 0.999),
         eps=1e-8,
-        adam_w_mode=True,
         weight_decay=0.0,
-        amsgrad=False,
-        *,
+        adam_w_mode=True,
         capturable=False,
+        *,
+        bias_correction=True,
+        amsgrad=False,
         set_grad_none=True,
     ):
         if amsgrad:

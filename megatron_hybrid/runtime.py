@@ -16,7 +16,7 @@ from .linear import Communication, LinearCall, WeightCache
 from .plan import GRAD_OUTPUT, INPUT, PAYLOAD, WEIGHT, GemmPlan, PlanError, build_plan
 from .recipe import Recipe
 from .roles import ModuleRole, QuantizerRole, tensor_id
-from .scaling import DelayedState, Pieces, Rng
+from .scaling import DelayedState, Pieces, Rng, rescale
 from .sharding import Sharding
 
 OPERANDS = (INPUT, WEIGHT, GRAD_OUTPUT)
@@ -96,6 +96,7 @@ class LinearRuntime(torch.nn.Module):
         self.sharding = sharding
         self.step: int | None = None
         self.changes = 0  # of the plan
+        self._scaled_for = {}  # buffer prefix -> the format that its scale was made for
         self.keys: RandomKeys | None = None
         self.weight_cache: WeightCache | None = None
         self.weight_owner = None  # `weights.WeightOwner` of a weight that lives quantized
@@ -146,6 +147,21 @@ class LinearRuntime(torch.nn.Module):
             if old is None or old.shape != fresh.history.shape:
                 self.register_buffer(f"{prefix}_scale", fresh.scale)
                 self.register_buffer(f"{prefix}_history", fresh.history)
+                self._scaled_for[prefix] = fmt
+
+    def _follow_formats(self, plan: GemmPlan) -> None:
+        """Scales made for another element type or margin are made anew, from their histories."""
+        for prefix, fmt in _stateful(plan):
+            if _maps_to(self._scaled_for[prefix]) != _maps_to(fmt):
+                rescale(fmt, self._state(prefix))
+            self._scaled_for[prefix] = fmt
+
+    def rescale_from(self, recipe: Recipe, step: int | None) -> None:
+        """Take the scales, which were loaded, for those that `recipe` left at `step`; make them what the plan needs."""
+        for device, plan in self._plans.items():
+            left = {p: f for p, f in _stateful(self.build(recipe, device, step)) if p in self._scaled_for}
+            self._scaled_for.update(left)
+            self._follow_formats(plan)
 
     def _make_later_states(self, device) -> None:
         """The buffers of what step rules bring later too: a checkpoint then loads them whichever step it is of."""
@@ -222,6 +238,7 @@ class LinearRuntime(torch.nn.Module):
         self.recipe, self._plans, self.changes = recipe, plans, self.changes + 1
         for device, plan in plans.items():
             self._make_state(plan, device)
+            self._follow_formats(plan)
         self.invalidate()
         if self.weight_owner is not None:
             self.weight_owner.requantize()
@@ -338,6 +355,11 @@ class LinearRuntime(torch.nn.Module):
 
 def _shifted(index_map: tuple[int, int, int], rows: int) -> tuple[int, int, int]:
     return index_map[0] + rows, *index_map[1:]
+
+
+def _maps_to(fmt):
+    """What an amax is mapped to by a delayed scale."""
+    return fmt.element, fmt.option("margin")
 
 
 def _stateful(plan: GemmPlan):

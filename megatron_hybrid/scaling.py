@@ -50,6 +50,19 @@ class DelayedState:
         update_states(fmt, [self])
 
 
+def scale_for(fmt: Format, amax: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
+    """float32: the scale that maps an amax to the format's largest number; `otherwise` where there is no usable amax."""
+    # tensor / tensor: torch turns `number / tensor` into a reciprocal and a product, which rounds twice
+    scale = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0 ** -fmt.option("margin")) / amax
+    return torch.where(torch.isfinite(amax) & (amax > 0), scale.clamp(max=FLT_MAX), otherwise)
+
+
+def rescale(fmt: Format, state: DelayedState) -> None:
+    """The scale of the history for another format: what was recorded stays, what it is mapped to is another number."""
+    latest = state.history if fmt.option("algo") == "max" else state.history[:2]  # the step's own, and the last one's
+    state.scale.copy_(scale_for(fmt, latest.amax(), state.scale))
+
+
 def update_states(fmt: Format, states: list[DelayedState], noop: torch.Tensor | None = None) -> None:
     """`DelayedState.update` of many states of one format on one device, in as many kernels as for one.
 
@@ -58,10 +71,7 @@ def update_states(fmt: Format, states: list[DelayedState], noop: torch.Tensor | 
     histories = torch.stack([state.history for state in states])
     scales = torch.stack([state.scale for state in states])
     amax = histories.amax(dim=1) if fmt.option("algo") == "max" else histories[:, 0]
-    # tensor / tensor: torch turns `number / tensor` into a reciprocal and a product, which rounds twice
-    scale = torch.full_like(amax, ELEMENTS[fmt.element].max * 2.0 ** -fmt.option("margin")) / amax
-    usable = torch.isfinite(amax) & (amax > 0)
-    scale = torch.where(usable, scale.clamp(max=FLT_MAX), scales)
+    scale = scale_for(fmt, amax, scales)
     rolled = torch.roll(histories, 1, dims=1)
     rolled[:, 0] = 0
     if noop is not None:

@@ -293,6 +293,8 @@ def _copy_(func, dst, src, non_blocking=False):
     if dst._shared is hybrid.WHOLE:
         dst._stale.clear()
     dst._stale.update(d for d in src.stale if getattr(dst, d) is not None)
+    if dst._stale.master is not None and dst._shared is hybrid.WHOLE:
+        dst._stale.follow(dst.detach().dequantize())
     return dst
 
 

@@ -24,6 +24,12 @@ class Marks(set):
     preserve = False
     promised = frozenset()
 
+    def follow(self, value: torch.Tensor) -> None:
+        """An optimizer's master takes over a value that something else wrote; the next step would undo it."""
+        master = None if self.master is None else self.master()
+        if master is not None:
+            master.copy_(value)
+
     def inherit(self, other: Marks) -> None:
         """Take over everything but staleness: the payloads have moved, the parameter is the same one."""
         self.owner, self.preserve, self.init_value, self.master = (
@@ -50,6 +56,8 @@ class Owned:
         checked = dict(rng=None, state=None) if owner is None else owner.keys(self.device)
         self.quantizer.check_arguments(source, rng=checked["rng"], state=checked["state"], noop=noop_flag)
         self.update(src, **write_keys(self, step=step, noop_flag=noop_flag), noop_flag=noop_flag)
+        if not (step or master):
+            marks.follow(src)
         if not (step or master) and marks.preserve and self._shared is None:
             marks.init_value = src.detach().to("cpu", copy=True) if not src.is_meta else None
         return self

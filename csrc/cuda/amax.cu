@@ -144,7 +144,7 @@ void run_pass(AmaxPass a, Way way, const Where& where) {
   const bool down = way == Way::along_m;
   const bool all_of_tensor = !a.targets[0].per_line && (a.num_targets == 1 || !a.targets[1].per_line);
   const int64_t n = a.x.rows * a.x.cols, lines = down ? a.x.cols : a.x.rows;
-  if (!down && all_of_tensor && a.x.row_stride == a.x.cols && a.x.cols % kLine == 0 && n % kFlatCols == 0) {
+  if (!down && all_of_tensor && a.x.col_stride == 1 && a.x.row_stride == a.x.cols && a.x.cols % kLine == 0 && n % kFlatCols == 0) {
     a.x.rows = n / kFlatCols;
     a.x.cols = a.x.row_stride = kFlatCols;
   }

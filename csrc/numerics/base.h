@@ -26,7 +26,6 @@
 
 MH_NUMERICS_BEGIN
 
-constexpr uint32_t kSignBit = 0x80000000u;
 constexpr int32_t kAbsMask = 0x7fffffff;
 constexpr int32_t kInfBits = 0x7f800000;
 constexpr int32_t kNanBits = 0x7fc00000;

@@ -40,6 +40,9 @@ _REQUIRED = {
     "attention_output_gate": (False, None),
     "apply_residual_connection_post_layernorm": (False, None),
     "hybrid_layer_pattern": (None,),
+    "no_rope_freq": (None,),
+    "activation_func_clamp_value": (None,),
+    "glu_linear_offset": (0.0, None),
 }
 _REQUIRED_OF_EXPERTS = {
     "moe_shared_expert_intermediate_size": (None, 0),

@@ -25,7 +25,6 @@ from ..tensor_owner import write_keys, written_value
 from .shard_map import Grid, grids, window_rows
 
 HIGH_PRECISION, BOTH = "high_precision", "both"
-GATHERS = (HIGH_PRECISION, ROWWISE, BOTH)
 
 
 def shares_codes(t: HybridTensor) -> bool:

@@ -85,6 +85,7 @@ class ColumnParallel(TensorParallel):
     """The input is the same on every rank; the input gradient is the sum over ranks, taken while wgrad runs."""
 
     def reduce_dgrad(self, dx: torch.Tensor):
+        dx = dx.contiguous()  # a slice, where a GEMM padded its columns
         work = dist.all_reduce(dx, group=self.group, async_op=True)
 
         def finish():

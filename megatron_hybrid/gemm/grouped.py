@@ -30,10 +30,9 @@ _HOPPER = (9, 0)
 
 
 class GroupedBackend(Protocol):
-    """One way to run the gemms of all groups. needs_host: whether it must know their sizes on the host."""
+    """One way to run the gemms of all groups."""
 
     name: str
-    needs_host: bool
 
     def reason(self, pair: GemmPair, shape: tuple[int, int], dtype: torch.dtype) -> str | None:
         """None when it can run the pair for (E, N, K) weights, shape = (N, K), in this dtype; else why not."""
@@ -51,7 +50,7 @@ class GroupedBackend(Protocol):
 class GroupedLoop:
     """The dense backends of the plan, group by group."""
 
-    name, needs_host = "loop", True
+    name = "loop"  # must know the sizes on the host
 
     def reason(self, pair, shape, dtype):
         return None
@@ -83,7 +82,7 @@ class GroupedMm:
     Sums are in FP32 and rounded to bf16; outer scales are multiplied on after that, a second rounding.
     """
 
-    name, needs_host = "grouped_mm", False
+    name = "grouped_mm"
 
     def reason(self, pair, shape, dtype):
         if pair.device.type != "cuda":
@@ -119,7 +118,7 @@ class GroupedMm:
 class ScaledGroupedMm:
     """`torch._scaled_grouped_mm`: E4M3 with a scale a row, on Hopper. The result is bf16."""
 
-    name, needs_host = "scaled_grouped_mm", False
+    name = "scaled_grouped_mm"
 
     def reason(self, pair, shape, dtype):
         if pair.device.capability != _HOPPER:
@@ -151,7 +150,6 @@ class ScaledGroupedMm:
 
 
 NATIVE, BF16, LOOP = ScaledGroupedMm(), GroupedMm(), GroupedLoop()
-BACKENDS: tuple[GroupedBackend, ...] = (NATIVE, BF16, LOOP)
 
 
 def choose(step, shape: tuple[int, int], dtype: torch.dtype) -> GroupedBackend:
@@ -161,11 +159,6 @@ def choose(step, shape: tuple[int, int], dtype: torch.dtype) -> GroupedBackend:
     if step.backend.name == "reference":  # asked for by name
         return LOOP
     return LOOP if BF16.reason(step.pair, shape, dtype) else BF16
-
-
-def reasons(pair: GemmPair, shape: tuple[int, int], dtype: torch.dtype) -> dict[str, str | None]:
-    """Why each backend cannot run a pair."""
-    return {backend.name: backend.reason(pair, shape, dtype) for backend in BACKENDS}
 
 
 def _unaligned(shape: tuple[int, int], element_size: int) -> str | None:

@@ -60,6 +60,14 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
     )
 
 
+def loaded_recipe(args) -> Recipe | None:
+    """The recipe of the checkpoint that was loaded, where it is another one; None too for a Python function's."""
+    found = _recorded(args) if args.load else None
+    if found is None or found["recipe"].get("callable"):
+        return None
+    return Recipe.from_dict(found["recipe"])
+
+
 def _recorded(args) -> dict | None:
     """The record in the checkpoint that ``--load`` and ``--ckpt-step`` name, or None."""
     from megatron.training.checkpointing import load_args_from_checkpoint

@@ -112,7 +112,7 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
 
 def pack(s: QuantizedStorage) -> torch.Tensor:
     """A rowwise payload's rows, codes and scales side by side: uint8 (M, bytes a row)."""
-    return torch.cat([t.contiguous().view(torch.uint8).view(s.shape[0], -1) for t in s.buffers().values()], dim=1)
+    return torch.cat([t.contiguous().view(torch.uint8) for t in s.buffers().values()], dim=1)
 
 
 def unpack(packed: torch.Tensor, like: QuantizedStorage) -> QuantizedStorage:
@@ -123,7 +123,7 @@ def unpack(packed: torch.Tensor, like: QuantizedStorage) -> QuantizedStorage:
     buffers, start = {}, 0
     for name, t in made.buffers().items():
         width = t.shape[1] * t.element_size()
-        buffers[name] = packed[:, start : start + width].contiguous().view(t.dtype)
+        buffers[name] = packed[:, start : start + width].clone(memory_format=torch.contiguous_format).view(t.dtype)
         start += width
     return made.with_buffers(buffers)
 

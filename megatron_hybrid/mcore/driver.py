@@ -136,6 +136,8 @@ def attach_in_run(chunks: list) -> list:
             state.note_missing(driver.controller.runtimes, args)
             driver.controller.say = _say_on_rank_0
             _record_statistics(driver.controller, args)
+            if getattr(args, "hq_switch_recipe", False):
+                driver.before_first.append(functools.partial(state.follow_recipe, args))
             if args.use_torch_fsdp2:
                 driver.before_first += [functools.partial(fsdp.gather_payloads, chunk, args) for chunk in chunks]
             if getattr(args, "hq_check_nan", False):

@@ -12,6 +12,8 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from . import checkpoint
+
 PREFIX = "hq."
 
 
@@ -38,6 +40,16 @@ def sharded(module, tensors: dict, prefix: str, offsets, metadata) -> dict:
             tensor = LocalNonpersistentObject(tensor.data)
         tensors[f"{prefix}{PREFIX}{name}"] = tensor
     return tensors
+
+
+def follow_recipe(args, controller) -> None:
+    """With ``--hq-switch-recipe``: delayed scales that were loaded are made anew where formats differ."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    if checkpoint_exists(args.load) and any(runtime._buffers for runtime in controller.runtimes):
+        recipe = checkpoint.loaded_recipe(args)
+        if recipe is not None:
+            controller.rescale_from(recipe, max(1, args.iteration))
 
 
 def possible_keys(role, name: str) -> tuple[str, str]:

@@ -188,3 +188,32 @@ def test_c37_delayed_scales_and_bytes_are_of_one_version():
         history.append(optimizer.state[module.weight]["master_param"].abs().max())
         error = (module.weight.dequantize() - optimizer.state[module.weight]["master_param"]).abs()
         assert (error <= module.weight.dequantize().abs() * 2.0**-3 + 2.0**-9 / scale).all()
+
+
+@pytest.mark.parametrize("source", ["plain", "quantized"])
+def test_c38_a_value_written_after_a_step_is_the_masters_too(source):
+    """Loaded weights are not undone by the next step."""
+    with mh.quantized_model_init("mxfp8"):
+        m = mh.HybridLinear(64, 32, bias=False)
+    mh.prepare(m)
+    optimizer = mh.FusedAdam(m.parameters(), lr=0.0)
+
+    def step():
+        m(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    value = torch.full((32, 64), 7.0)
+    new = value if source == "plain" else m.weight.quantizer.quantize(value)
+    m.load_state_dict({"weight": new})
+    step()
+    assert torch.equal(m.weight.detach().dequantize(), value)
+
+
+def test_arguments_in_the_order_of_the_interface():
+    p = torch.nn.Parameter(torch.zeros(2))
+    optimizer = mh.FusedAdam([p], 1e-3, (0.5, 0.6), 1e-6, 0.1, False, True)
+    group = optimizer.param_groups[0]
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.6), 1e-6, 0.1)
+    assert not optimizer.adam_w_mode and optimizer.capturable

@@ -115,3 +115,45 @@ def test_a_refused_switch_leaves_run_and_log_as_they_were(caplog):
     with pytest.raises(mh.RecipeError):
         ctl.switch(bad)
     assert steps(net, ctl, optimizer, 2, 2) == steps(twin, twin_ctl, twin_optimizer, 2, 2) and not caplog.messages
+
+
+E5M2, E4M3 = "fp8_delayed_e5m2:history=4", "fp8_delayed_e4m3:history=4"
+
+
+def _relative_error(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def _gradient_error(m, step, ctl, x, dy):
+    ctl.begin_step(step)
+    m.weight.grad = None
+    m(x).backward(dy)
+    ctl.end_step()
+    return _relative_error(m.weight.grad, dy.T @ x)
+
+
+def _delayed(fmt, rules=()):
+    return mh.Recipe.from_dict({"version": 1, "name": "delayed", "defaults": fmt, "rules": list(rules)})
+
+
+@pytest.mark.parametrize("how", ["switch", "rule", "load"])
+@pytest.mark.parametrize("before, after", [(E5M2, E4M3), (E4M3, E5M2)])
+def test_p30_c67_delayed_scales_follow_a_change_of_element_type(before, after, how):
+    """The largest numbers differ by 128: a scale made for the other type would saturate everything, or lose it."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(64, 96), torch.randn(64, 32)
+    first = _delayed(before, [{"match": {"steps": "4:"}, "use": after}] if how == "rule" else ())
+    m = mh.HybridLinear(96, 32, bias=False, recipe=first)
+    ctl = mh.prepare(m)
+    for step in (1, 2, 3):
+        error = _gradient_error(m, step, ctl, x, dy)
+    if how == "switch":
+        ctl.switch(_delayed(after))
+    if how == "load":
+        loaded = mh.HybridLinear(96, 32, bias=False, recipe=_delayed(after))
+        loaded.load_state_dict(m.state_dict())
+        m, ctl = loaded, mh.prepare(loaded)
+        ctl.rescale_from(first)
+    # rounding errors of the two types: 2^-4 and 2^-3 at most an operand, uniform, two operands
+    assert error < 0.12 and _gradient_error(m, 4, ctl, x, dy) < 0.12
+    assert ctl.runtimes[0].states  # still scaled by history
