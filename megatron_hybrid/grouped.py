@@ -87,10 +87,11 @@ class ExpertRuntimes(torch.nn.ModuleList):
         (T, N). m_splits: rows of each group, a list or an int
         tensor (E,). Raises ``ValueError`` when they are not E non-negative numbers that add up to T (on a GPU they
         are not read)."""
+        check_rows(x)
         groups = Groups(m_splits, len(self), x.shape[0], x.device)
         plain = type(x) in (torch.Tensor, HybridTensor) and type(weight) is torch.nn.Parameter
         watched = self[0].observer is not None or self[0].nan_check is not None
-        if plain and not watched and x.dtype == weight.dtype and x.shape[0] and not torch.compiler.is_compiling():
+        if plain and not watched and x.dtype == weight.dtype and x.shape[0] and not _traced_or_autocast(x):
             how = self.how(weight)
             if isinstance(how, GroupedPlan):
                 call = self[0].call(weight.device, LOCAL, training=training)
@@ -99,6 +100,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
 
     def each(self, x: torch.Tensor, weights: list, bias, m_splits, *, training: bool) -> torch.Tensor:
         """`forward` with a weight (N, K) an expert, plain or quantized: one linear after another."""
+        check_rows(x)
         splits = Groups(m_splits, len(self), x.shape[0], x.device).host
         outputs, start = [], 0
         for e, (runtime, weight, x_e) in enumerate(zip(self, weights, x.split(splits))):
@@ -116,6 +118,16 @@ class ExpertRuntimes(torch.nn.ModuleList):
         if not torch.is_grad_enabled():
             return forward(x, weight, bias, calls, splits, keep_input=False, keep_weight=False)[0]
         return GroupedLinearFunction.apply(x, weight, bias, calls, splits)
+
+
+def check_rows(x: torch.Tensor) -> None:
+    if x.dim() != 2:
+        raise ValueError(f"a grouped linear takes rows (T, K), found a tensor of shape {tuple(x.shape)}")
+
+
+def _traced_or_autocast(x: torch.Tensor) -> bool:
+    """Where the experts' own plans run: Dynamo does not trace what is found out at once, autocast must not reach a GEMM."""
+    return torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
 
 
 class GroupedLinearFunction(torch.autograd.Function):

@@ -19,6 +19,8 @@ class Groups:
     """
 
     def __init__(self, splits, num: int, rows: int, device: torch.device):
+        if isinstance(splits, torch.Tensor) and (splits.dtype.is_floating_point or splits.dtype == torch.bool):
+            raise ValueError(f"m_splits of {splits.dtype}: expected a list of ints or an int32 or int64 tensor")
         on_device = isinstance(splits, torch.Tensor) and splits.device.type != "cpu"
         self.num, self.rows, self.device = num, rows, device
         self._host = None if on_device else splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)

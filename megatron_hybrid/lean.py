@@ -128,7 +128,7 @@ class LeanLinear(torch.autograd.Function):
         x_kept = None if not needs[1] else x_col if lean.keeps_input else x
         w_kept = None if not needs[0] else w_col if lean.keeps_weight else weight
         ctx.unpack = save_for_backward(ctx, x_kept, w_kept)
-        return y if x.dim() == 2 else y.view(*x.shape[:-1], weight.shape[0])
+        return y if x.dim() == 2 else torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     def backward(ctx, dy):

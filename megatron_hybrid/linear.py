@@ -255,7 +255,7 @@ def forward(x, weight, bias, call: LinearCall, *, keep_input: bool, keep_weight:
     else:
         y, x_kept, w_kept = fprop(call, x, weight, keep_input=keep_input, keep_weight=keep_weight)
     y = call.comm.reduce_output(add_bias(y, bias))
-    return y.view(*_output_rows(x, y), weight.shape[0]), x_kept, w_kept
+    return torch.ops.aten._unsafe_view(y, (*_output_rows(x, y), weight.shape[0])), x_kept, w_kept
 
 
 def _output_rows(x, y) -> tuple[int, ...]:

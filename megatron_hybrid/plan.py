@@ -181,6 +181,9 @@ class GemmPlan:
             self._raise_missing(gemm, a, b)
         if not torch.compiler.is_compiling():
             self.calls[step.counted_as] += 1
+        if step.pair.is_quantized and torch.is_autocast_enabled(a.device.type):
+            with torch.autocast(a.device.type, enabled=False):  # operands are decoded in the dtype that is exact
+                return step.multiply(a, b, out_dtype, accumulate_into)
         return step.multiply(a, b, out_dtype, accumulate_into)
 
     def _raise_missing(self, gemm: str, *payloads):

@@ -170,6 +170,13 @@ class LinearRuntime(torch.nn.Module):
             if not all(f"{prefix}_scale" in self._buffers for prefix, _ in _stateful(plan)):
                 self._make_state(plan, device)
 
+    def _save_used_states(self) -> None:
+        """State dicts hold what the recipe uses at any step, as a module built with it would; a switch keeps the rest here."""
+        device = next(iter(self._plans))
+        steps = (None, self.step, *self.recipe.change_steps())
+        used = {prefix for step in steps for prefix, _ in _stateful(self.build(self.recipe, device, step))}
+        self._non_persistent_buffers_set = {name for name in self._buffers if name.rsplit("_", 1)[0] not in used}
+
     def _apply(self, fn, recurse=True):
         """Moves to another device; stays FP32 where the model changes its dtype."""
         kept = dict(self._buffers)
@@ -239,6 +246,8 @@ class LinearRuntime(torch.nn.Module):
         for device, plan in plans.items():
             self._make_state(plan, device)
             self._follow_formats(plan)
+            self._make_later_states(device)
+        self._save_used_states()
         self.invalidate()
         if self.weight_owner is not None:
             self.weight_owner.requantize()

@@ -338,6 +338,17 @@ class HybridTensor(Owned, torch.Tensor):
     def __reduce_ex__(self, protocol):
         return tensor_state.rebuild_hybrid_tensor, (tensor_state.record(self),)
 
+    def share_memory_(self) -> HybridTensor:
+        """Move the payloads' buffers into shared memory."""
+        for s in (self._row, self._col):
+            for buffer in {} if s is None else s.buffers().values():
+                buffer.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        held = [buffer for s in (self._row, self._col) if s is not None for buffer in s.buffers().values()]
+        return all(buffer.is_shared() for buffer in held)
+
     def describe(self) -> str:
         """The formats held, for messages: ``rowwise=mxfp8_e4m3, columnwise=None``."""
         return ", ".join(f"{d}={None if s is None else s.format}" for d, s in zip(DIRECTIONS, (self._row, self._col)))

@@ -101,7 +101,7 @@ class WeightOwner:
         states = runtime.weight_states()
         if step and states is not None:
             for state, fmt in zip(states, runtime.plan_for(device).quantizers[WEIGHT].formats()):
-                if state is not None:
+                if state is not None and fmt.is_stateful:  # one that another step's plan uses stands still
                     update_states(fmt, [state], noop_flag)
         reducers = runtime.weight_reducers(device)
         shared = {} if reducers is None else {"reduce_amax": reducers}
@@ -137,6 +137,9 @@ class WeightOwner:
         if t is None or t.quantizer == runtime.plan_for(t.device).quantizers[WEIGHT]:
             return
         marks = t._stale
+        for state in runtime.weight_states() or ():
+            if state is not None:
+                state.history[0] = 0  # the amax of a value that no forward read with this format; the cast records anew
         with torch.no_grad():
             new = quantize(runtime, t.best_value(), t.dtype, trained=t.requires_grad or t.columnwise is not None)
             new._stale.inherit(marks)

@@ -352,3 +352,49 @@ def test_p42_stochastic_groups_draw_by_their_own_rows():
     twice = torch.cat((x[:4], x[:4]))
     first, second = m(twice, [4, 4]).split(4)
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("rcp", ["bf16", "mxfp8", "nvfp4_fprop_mxfp8_bwd"])
+@pytest.mark.parametrize("shape", [(6, 64), (2, 3, 64)])
+def test_an_output_may_be_changed_in_place(rcp, shape):
+    """As `torch.nn.Linear`'s: it is no view that autograd protects."""
+    m = mh.HybridLinear(64, 32, recipe=rcp)
+    x = torch.randn(shape)
+    y = torch.nn.functional.relu(m(x))
+    assert torch.equal(torch.nn.functional.relu_(m(x)), y)
+    torch.nn.functional.relu_(m(x)).sum().backward()
+
+
+@pytest.mark.parametrize("rcp", ["fp8_current", "mxfp8", "nvfp4_fprop_mxfp8_bwd"])
+def test_autocast_does_not_reach_quantized_gemms(rcp):
+    m = mh.HybridLinear(64, 32, recipe=rcp)
+    x = torch.randn(8, 64)
+    y = m(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(m(x), y)
+
+
+def test_a_state_dict_after_a_change_of_recipe_is_that_of_a_module_built_with_it():
+    """Buffers of delayed scaling are those that the recipe uses at some step."""
+    later = mh.Recipe.from_dict({"version": 1, "name": "later", "defaults": "mxfp8_e4m3",
+                                 "rules": [{"match": {"steps": "6:"}, "use": "fp8_delayed_e4m3:history=2"}]})  # fmt: skip
+    for first, then in (("bf16", later), (later, "mxfp8"), ("fp8_delayed", later)):
+        m = mh.HybridLinear(64, 32, recipe=first)
+        mh.prepare(m, then).begin_step(7 if then is later else 1)
+        fresh = mh.HybridLinear(64, 32, recipe=then)
+        mh.prepare(fresh, then)
+        fresh.load_state_dict(m.state_dict())
+
+
+def test_quantized_modules_move_into_shared_memory():
+    with mh.quantized_model_init("mxfp8"):
+        m = mh.HybridLinear(64, 32)
+    assert m.share_memory().weight.is_shared()
+
+
+def test_grouped_inputs_of_the_wrong_kind_are_named():
+    m = mh.HybridGroupedLinear(2, 64, 32)
+    with pytest.raises(ValueError, match="rows"):
+        m(torch.randn(2, 3, 64), [1, 1])
+    with pytest.raises(ValueError, match="int32"):
+        m(torch.randn(4, 64), torch.tensor([2.0, 2.0]))
