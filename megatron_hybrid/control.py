@@ -72,6 +72,8 @@ class Controller:
 
     def begin_step(self, step: int, num_microbatches: int | None = None) -> None:
         """Start of step `step` (Megatron's 1-based iteration): step rules take effect, a cache window opens."""
+        if step < 1 or step != int(step):
+            raise ValueError(f"begin_step({step}): steps count from 1, as Megatron's iterations do")
         changed = [runtime.set_step(step) for runtime in self.runtimes].count(True)
         if changed:
             self.say(f"step {step}: rules on steps change {changed} of {len(self.runtimes)} linears; {self._runs()}")

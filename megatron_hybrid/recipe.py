@@ -263,7 +263,7 @@ def _shipped(name: str) -> Path:
     files = _recipe_files()
     if name not in files:
         raise RecipeError(
-            f"unknown recipe {name!r}{nearest(name, files)} Shipped recipes: {', '.join(files)}; "
+            f"unknown recipe {name!r}{nearest(name, files) or '.'} Shipped recipes: {', '.join(files)}; "
             f"one's own is given by the path of its file, ending in {', '.join(SUFFIXES)}"
         )
     return files[name]

@@ -206,7 +206,10 @@ def _existing_types(match: Match, modules: list[ModuleRole]) -> str:
 def _existing_numbers(attribute: str, noun: str):
     def text(match: Match, modules: list[ModuleRole]) -> str:
         numbers = {n for module in modules if (n := getattr(module, attribute)) is not None}
-        return f"the model's {noun} are {min(numbers)} to {max(numbers)}" if numbers else f"the model has no {noun}"
+        if numbers:
+            return f"the model's {noun} are {min(numbers)} to {max(numbers)}"
+        hint = "; plain modules say theirs with layer= and num_layers=" if attribute == "layer" else ""
+        return f"the model has no {noun}{hint}"
 
     return text
 

@@ -44,7 +44,8 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--recipe", default=DEFAULT_RECIPE, help="a recipe's name or file (default %(default)s)")
     parser.add_argument("--compare", action="store_true", help=f"also train with {REFERENCE_RECIPE}, compare and plot")
-    parser.add_argument("--iterations", type=int, default=160, help="(default %(default)s)")
+    parser.add_argument("--iterations", type=int, default=160,
+                        help="(default %(default)s; with many fewer the loss is not yet below the line that is checked)")
     parser.add_argument(
         "--resume-iterations", type=int, default=10, metavar="K",
         help="run the last K iterations again from a checkpoint; 0: leave that out (default %(default)s)",

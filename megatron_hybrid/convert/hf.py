@@ -153,6 +153,8 @@ def import_hf(folder: Path, out: Path, *, vocab_multiple: int = 128) -> ModelSpe
     reader = safetensors_file.Reader(folder)
     if spec.tied and "lm_head.weight" in reader and "model.embed_tokens.weight" not in reader:
         raise ConversionError(f"{folder}: tied embeddings without model.embed_tokens.weight")
+    if vocab_multiple < 1:
+        raise ConversionError(f"--vocab-multiple {vocab_multiple}: at least 1")
     padded = -(-spec.vocab // vocab_multiple) * vocab_multiple
     state = _megatron_tensors(reader.get, spec, padded)
     args = {**spec.to_args(), "padded_vocab_size": padded}

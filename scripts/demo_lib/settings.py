@@ -92,6 +92,9 @@ def training_run(settings: Settings, recipe: str, kind: str = "plain") -> Run:
         flags += [f"--{split}-data-path", f"{settings.data_prefix}_{split}"]
     flags += ["--data-cache-path", str(settings.data_prefix.parent / f"cache-{settings.data_key[:12]}")]
     flags += ["--train-iters", str(settings.iterations), "--seed", str(settings.seed)]
+    warmup = settings.model.get("lr-warmup-iters")
+    if warmup is not None and warmup >= settings.iterations:  # a shorter run warms up for a quarter of it
+        flags += ["--lr-warmup-iters", str(settings.iterations // 4)]
     flags += ["--hq-recipe", recipe, "--hq-metrics-file", str(folder / "metrics.jsonl")]
     if kind == "saving":
         flags += ["--save", checkpoints, "--save-interval", str(split_point)]
