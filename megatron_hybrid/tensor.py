@@ -346,6 +346,7 @@ class HybridTensor(Owned, torch.Tensor):
         return self
 
     def is_shared(self) -> bool:
+        """Whether all of the payloads' buffers lie in shared memory."""
         held = [buffer for s in (self._row, self._col) if s is not None for buffer in s.buffers().values()]
         return all(buffer.is_shared() for buffer in held)
 
