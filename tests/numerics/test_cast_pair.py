@@ -277,3 +277,17 @@ def test_exhaustive_e2m1(name):
                 outs.append(cast(x.to(device), fmt, ROWWISE, amax=torch.tensor(2688.0, device=device), rng=rng))
             assert (outs[1].scale == 0x38).all()
             assert torch.equal(outs[0].qdata.cpu(), outs[1].qdata), f"{name} from {first:#x}"
+
+
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
+@pytest.mark.parametrize("fmt", ["fp8_current_e4m3", "nvfp4"])
+def test_amax_of_columns_that_do_not_move(fmt, device):
+    """A column expanded to K columns: rows lie K elements apart, as in a contiguous matrix, but all K read the first."""
+    y = torch.ones(64, 512, dtype=torch.bfloat16, device=device)
+    y[63, 0] = 100.0
+    q = mh.HybridQuantizer(fmt, fmt)
+    for found, expected in zip(q.amax(y[:, :1].expand(64, 512)), q.amax(y[:, :1].expand(64, 512).contiguous())):
+        assert torch.equal(found, expected) and found.max() == 100.0
