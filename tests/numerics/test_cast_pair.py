@@ -279,10 +279,7 @@ def test_exhaustive_e2m1(name):
             assert torch.equal(outs[0].qdata.cpu(), outs[1].qdata), f"{name} from {first:#x}"
 
 
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 @pytest.mark.parametrize("fmt", ["fp8_current_e4m3", "nvfp4"])
 def test_amax_of_columns_that_do_not_move(fmt, device):
     """A column expanded to K columns: rows lie K elements apart, as in a contiguous matrix, but all K read the first."""
