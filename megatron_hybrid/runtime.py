@@ -107,8 +107,8 @@ class LinearRuntime(torch.nn.Module):
         self._plans: dict[torch.device, GemmPlan] = {}
         self._forward_plan: GemmPlan | None = None  # of the last forward outside backward since the last step's end
         self._superseded: list[tuple[int, dict]] = []  # (when, plans until then) of changes after a forward of this step
-        self._make_state(self.plan_for(torch.device(device)), device)
-        self._make_later_states(device)
+        self.plan_for(torch.device(device))
+        self._make_states()
 
     def plan_for(self, device: torch.device) -> GemmPlan:
         """The plan on a device, built at its first use there. Raises `PlanError`."""
@@ -139,15 +139,33 @@ class LinearRuntime(torch.nn.Module):
 
     # ---- delayed scaling
 
-    def _make_state(self, plan: GemmPlan, device) -> None:
-        """Buffers of every stateful (operand, direction); those there already keep their values."""
-        for prefix, fmt in _stateful(plan):
-            fresh = DelayedState.new(fmt, device)
-            old = getattr(self, f"{prefix}_history", None)
-            if old is None or old.shape != fresh.history.shape:
-                self.register_buffer(f"{prefix}_scale", fresh.scale)
-                self.register_buffer(f"{prefix}_history", fresh.history)
-                self._scaled_for[prefix] = fmt
+    def _make_states(self) -> None:
+        """Buffers of every (operand, direction) that is scaled by history, now or at another step of the recipe.
+
+        A checkpoint then loads whichever step it is of. Those there already keep their values, unless the plan of now
+        has a history of another length. What the recipe uses at no step stays here, but not in state dicts.
+        """
+        used = set()
+        for device, plan in self._plans.items():
+            now = dict(_stateful(plan))
+            formats = self._formats_of_other_steps(device) | now
+            for prefix, fmt in formats.items():
+                fresh = DelayedState.new(fmt, device)
+                old = self._buffers.get(f"{prefix}_history")
+                if old is None or (prefix in now and old.shape != fresh.history.shape):
+                    self.register_buffer(f"{prefix}_scale", fresh.scale)
+                    self.register_buffer(f"{prefix}_history", fresh.history)
+                    self._scaled_for[prefix] = fmt
+            self._follow_formats(plan)
+            used.update(formats)
+        self._non_persistent_buffers_set = {name for name in self._buffers if name.rsplit("_", 1)[0] not in used}
+
+    def _formats_of_other_steps(self, device) -> dict:
+        """Buffer prefix -> format, of what step rules scale by history at some step or without one."""
+        if not self.recipe.has_step_rules:
+            return {}
+        steps = (None, *self.recipe.change_steps())
+        return {prefix: fmt for step in steps for prefix, fmt in _stateful(self.build(self.recipe, device, step))}
 
     def _follow_formats(self, plan: GemmPlan) -> None:
         """Scales made for another element type or margin are made anew, from their histories."""
@@ -162,20 +180,6 @@ class LinearRuntime(torch.nn.Module):
             left = {p: f for p, f in _stateful(self.build(recipe, device, step)) if p in self._scaled_for}
             self._scaled_for.update(left)
             self._follow_formats(plan)
-
-    def _make_later_states(self, device) -> None:
-        """The buffers of what step rules bring later too: a checkpoint then loads them whichever step it is of."""
-        for step in self.recipe.change_steps():
-            plan = build_plan(self.recipe.resolve(self.role, step=step), self.label, device, backend=self.backend)
-            if not all(f"{prefix}_scale" in self._buffers for prefix, _ in _stateful(plan)):
-                self._make_state(plan, device)
-
-    def _save_used_states(self) -> None:
-        """State dicts hold what the recipe uses at any step, as a module built with it would; a switch keeps the rest here."""
-        device = next(iter(self._plans))
-        steps = (None, self.step, *self.recipe.change_steps())
-        used = {prefix for step in steps for prefix, _ in _stateful(self.build(self.recipe, device, step))}
-        self._non_persistent_buffers_set = {name for name in self._buffers if name.rsplit("_", 1)[0] not in used}
 
     def _apply(self, fn, recurse=True):
         """Moves to another device; stays FP32 where the model changes its dtype."""
@@ -243,11 +247,7 @@ class LinearRuntime(torch.nn.Module):
         if self._forward_plan is not None:
             self._superseded.append((torch._C._autograd._get_sequence_nr(), self._plans))
         self.recipe, self._plans, self.changes = recipe, plans, self.changes + 1
-        for device, plan in plans.items():
-            self._make_state(plan, device)
-            self._follow_formats(plan)
-            self._make_later_states(device)
-        self._save_used_states()
+        self._make_states()
         self.invalidate()
         if self.weight_owner is not None:
             self.weight_owner.requantize()

@@ -157,3 +157,18 @@ def test_p30_c67_delayed_scales_follow_a_change_of_element_type(before, after, h
     # rounding errors of the two types: 2^-4 and 2^-3 at most an operand, uniform, two operands
     assert error < 0.12 and _gradient_error(m, 4, ctl, x, dy) < 0.12
     assert ctl.runtimes[0].states  # still scaled by history
+
+
+def test_a_later_rules_longer_history_leaves_the_one_in_use_alone():
+    """Buffers of later steps are made ahead; those that this step records into keep their length and values."""
+    now = {"fprop": "fp8_delayed_e4m3:history=3", "dgrad": "high_precision", "wgrad": "high_precision"}
+    m = mh.HybridLinear(64, 32, bias=False, recipe=_delayed(now))
+    ctl = mh.prepare(m)
+    x, dy = torch.randn(16, 64), torch.randn(16, 32)
+    for step in (1, 2):
+        _gradient_error(m, step, ctl, x, dy)
+    before = m.hq.input_rowwise_history.clone()
+    ctl.switch(_delayed(now, [{"match": {"steps": "9:"}, "use": "fp8_delayed_e4m3:history=16"}]))
+    assert before.any() and torch.equal(m.hq.input_rowwise_history, before)
+    assert m.hq.grad_output_rowwise_history.shape == (16,)
+    m(x)
