@@ -38,6 +38,7 @@ class GemmStep:
     multiply    the backend's function of (A, B, out_dtype, accumulate_into), made once for the pair
     directions  of A and of B
     counted_as  (gemm, backend name): its key in `GemmPlan.calls`
+    shielded    type of the device whose autocast must not reach the product; None for high precision, which follows it
     """
 
     pair: GemmPair
@@ -45,11 +46,13 @@ class GemmStep:
     multiply: Callable = field(init=False, compare=False, repr=False)
     directions: tuple[str, str] = field(init=False, compare=False, repr=False)
     counted_as: tuple[str, str] = field(init=False, compare=False, repr=False)
+    shielded: str | None = field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "multiply", self.backend.prepare(self.pair))
         object.__setattr__(self, "directions", tuple(direction for _, direction in OPERANDS[self.pair.gemm]))
         object.__setattr__(self, "counted_as", (self.pair.gemm, self.backend.name))
+        object.__setattr__(self, "shielded", self.pair.device.type if self.pair.is_quantized else None)
 
     @property
     def native(self) -> bool:
@@ -181,8 +184,8 @@ class GemmPlan:
             self._raise_missing(gemm, a, b)
         if not torch.compiler.is_compiling():
             self.calls[step.counted_as] += 1
-        if step.pair.is_quantized and torch.is_autocast_enabled(a.device.type):
-            with torch.autocast(a.device.type, enabled=False):  # operands are decoded in the dtype that is exact
+        if step.shielded is not None and torch.is_autocast_enabled(step.shielded):
+            with torch.autocast(step.shielded, enabled=False):  # operands are decoded in the dtype that is exact
                 return step.multiply(a, b, out_dtype, accumulate_into)
         return step.multiply(a, b, out_dtype, accumulate_into)
 
