@@ -7,17 +7,8 @@ machines without a GPU.
 
 from __future__ import annotations
 
-from . import (
-    compile_helpers,
-    expert_layouts,
-    fsdp2_resume,
-    fused_adam,
-    load_fp32,
-    multi_tensor,
-    quantized_params,
-    save_errors,
-    training_steps,
-)
+import importlib
+
 from .framework import Change, Patch, PatchError, Status
 from .quiet import quiet_missing_te_warnings
 
@@ -33,21 +24,18 @@ __all__ = [
     "statuses",
 ]
 
-# In the order of application.
-PATCHES: dict[str, Patch] = {
-    module.PATCH.name: module.PATCH
-    for module in (
-        compile_helpers,
-        expert_layouts,
-        fsdp2_resume,
-        fused_adam,
-        load_fp32,
-        multi_tensor,
-        quantized_params,
-        save_errors,
-        training_steps,
-    )
-}
+_MODULES = (  # in the order of application
+    "compile_helpers",
+    "expert_layouts",
+    "fsdp2_resume",
+    "fused_adam",
+    "load_fp32",
+    "multi_tensor",
+    "quantized_params",
+    "save_errors",
+    "training_steps",
+)
+PATCHES: dict[str, Patch] = {name: importlib.import_module(f".{name}", __name__).PATCH for name in _MODULES}
 
 
 def apply_all(names=None) -> list[Status]:
