@@ -8,13 +8,12 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
-import json
 import sys
-import traceback
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checks import run_checks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -351,19 +350,7 @@ def check_checkpoint_across_layouts():
 def main() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    wanted = sys.argv[2:]
-    errors = {}
-    for name, check in list(globals().items()):
-        if name.startswith("check_") and (not wanted or name[6:] in wanted):
-            try:
-                check()
-                errors[name[6:]] = None
-            except Exception:
-                errors[name[6:]] = traceback.format_exc()
-                if dist.get_rank() == 0:
-                    print(name, errors[name[6:]], flush=True)
-            dist.barrier()
-    Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(errors))
+    run_checks(sys.argv[1], globals(), only=sys.argv[2:])
     dist.destroy_process_group()
 
 

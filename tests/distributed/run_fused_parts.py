@@ -5,13 +5,11 @@ TRITON_INTERPRET=1 torchrun ... run_fused_parts.py FOLDER: rank r writes FOLDER/
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checks import run_checks
 from mcore_model_common import MIXED, VOCAB, B, S, build, config, losses, parallel, rank, shard
 from megatron.core import mpu
 from megatron.core.transformer.attention import SelfAttention
@@ -130,17 +128,7 @@ def check_loss_over_ranks():
 
 def main() -> None:
     dist.init_process_group("gloo")
-    errors = {}
-    for name, check in list(globals().items()):
-        if not name.startswith("check_") or name == "check_close":
-            continue
-        errors[name.removeprefix("check_")] = None
-        try:
-            check()
-        except Exception:
-            errors[name.removeprefix("check_")] = traceback.format_exc()
-        dist.barrier()
-    (Path(sys.argv[1]) / f"{rank()}.json").write_text(json.dumps(errors))
+    run_checks(sys.argv[1], globals(), leave_out={"check_close"})
     dist.destroy_process_group()
 
 

@@ -5,15 +5,13 @@ torchrun ... run_mcore_model.py FOLDER: rank r writes FOLDER/r.json, a dict of c
 
 from __future__ import annotations
 
-import json
 import sys
-import traceback
-from pathlib import Path
 
 import mcore_model_experts
 import mcore_model_steps
 import torch
 import torch.distributed as dist
+from checks import run_checks
 from mcore_model_common import (
     LAYERS, MIXED, VOCAB, B, F, H, S, bf16, build, config, linear, losses, mpu, parallel, rank, shard,
 )  # fmt: skip
@@ -376,17 +374,8 @@ def check_checkpoint_keys():
 
 def main() -> None:
     dist.init_process_group("gloo")
-    errors = {}
-    for name, check in [*globals().items(), *vars(mcore_model_steps).items(), *vars(mcore_model_experts).items()]:
-        if not name.startswith("check_") or name == "check_column":
-            continue
-        errors[name.removeprefix("check_")] = None
-        try:
-            check()
-        except Exception:
-            errors[name.removeprefix("check_")] = traceback.format_exc()
-        dist.barrier()
-    (Path(sys.argv[1]) / f"{rank()}.json").write_text(json.dumps(errors))
+    namespaces = globals(), vars(mcore_model_steps), vars(mcore_model_experts)
+    run_checks(sys.argv[1], *namespaces, leave_out={"check_column"})
     dist.destroy_process_group()
 
 

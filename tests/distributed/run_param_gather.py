@@ -6,13 +6,11 @@ torchrun ... run_param_gather.py FOLDER on 4 ranks: rank r writes FOLDER/r.json,
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-import traceback
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from checks import run_checks
 from mcore_model_common import VOCAB, B, S, build, mpu, parallel, rank
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -248,17 +246,7 @@ def check_scales_over_tensor_parallel_ranks_are_of_the_whole_weight():
 def main() -> None:
     dist.init_process_group("gloo")
     patches.apply_all()
-    errors = {}
-    for name, check in list(globals().items()):
-        if not name.startswith("check_"):
-            continue
-        errors[name.removeprefix("check_")] = None
-        try:
-            check()
-        except Exception:
-            errors[name.removeprefix("check_")] = traceback.format_exc()
-        dist.barrier()
-    (Path(sys.argv[1]) / f"{rank()}.json").write_text(json.dumps(errors))
+    run_checks(sys.argv[1], globals())
     assert mpu.model_parallel_is_initialized()
     dist.destroy_process_group()
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import re
 from pathlib import Path
 
 import pytest
-from launch import torchrun
+from checks import assert_passed, check_names, run_worker
 
 WORKER = Path(__file__).parent / "run_fsdp2.py"
-CHECKS = re.findall(r"^def check_(\w+)\(", WORKER.read_text(), re.M)
+CHECKS = check_names(WORKER)
 
 pytestmark = pytest.mark.dist
 
@@ -18,12 +16,9 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> list[dict]:
     """Errors by check, of each rank."""
-    folder = tmp_path_factory.mktemp("fsdp2")
-    torchrun(4, WORKER, folder, timeout=400)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    return run_worker(4, WORKER, tmp_path_factory.mktemp("fsdp2"), timeout=400)
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_check(check, errors):
-    found = [of_rank[check] for of_rank in errors]
-    assert found == [None] * 4, next(error for error in found if error)
+    assert_passed(errors, check)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from checks import errors_by_rank
 from launch import torchrun
 
 pytestmark = pytest.mark.dist
@@ -18,7 +18,7 @@ def launch(folder: Path, nproc: int, *only: str) -> list[dict]:
     """Errors by check, of each rank; the launch itself must not fail without saying which check did."""
     arguments = ("--only", *only) if only else ()
     torchrun(nproc, WORKER, "--backend", "gloo", "--out", folder, *arguments, check=False)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(nproc)]
+    return errors_by_rank(folder, nproc)
 
 
 @pytest.fixture(scope="module")
