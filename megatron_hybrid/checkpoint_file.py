@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_COMMON = "common_state/shard_0_1"
-_RECORD = "hq_recipe_record"
+COMMON = "common_state/shard_0_1"
+RECORD = "hq_recipe_record"
 
 
 class CheckpointError(ValueError):
@@ -54,7 +54,7 @@ class Checkpoint:
     @property
     def recipe(self) -> dict | None:
         """The recipe that trained it, for `Recipe.from_dict`; None where none is recorded."""
-        text = self.args.get(_RECORD)
+        text = self.args.get(RECORD)
         return None if text is None else json.loads(text)["recipe"]
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -84,7 +84,7 @@ class Checkpoint:
         if old.is_file():
             return _load_plain(old.read_bytes())
         for index, info in self._metadata.storage_data.items():
-            if index.fqn == _COMMON:
+            if index.fqn == COMMON:
                 with (self.folder / info.relative_path).open("rb") as file:
                     file.seek(info.offset)
                     return _load_plain(file.read(info.length))

@@ -25,14 +25,10 @@ def parser() -> argparse.ArgumentParser:
     commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f".commands.{_MODULES.get(name, name)}", __package__)
-        sub = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=_Formatter)
+        sub = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
         module.add_arguments(sub)
         sub.set_defaults(run=module.run)
     return main_parser
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps the lines of the modules' descriptions."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,11 +36,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         return args.run(args)
+    except BrokenPipeError:  # a reader such as head has seen enough
+        return 0
     except (ValueError, OSError, RuntimeError) as error:  # ours are ValueErrors that say what would be right
         print(f"error: {error}", file=sys.stderr)
         return EXIT_MISTAKE
-    except BrokenPipeError:
-        return 0
 
 
 if __name__ == "__main__":

@@ -36,9 +36,10 @@ def run(args: argparse.Namespace) -> int:
     if args.checkpoint:
         checkpoint = Checkpoint(args.checkpoint)
         shape = ModelShape.of(checkpoint.args, args.checkpoint)
-        if args.recipe is None and checkpoint.recipe is None:
+        recorded = checkpoint.recipe if args.recipe is None else None
+        if args.recipe is None and recorded is None:
             raise ValueError(f"{args.checkpoint} records no recipe; say which with --recipe")
-        recipe = Recipe.from_dict(checkpoint.recipe) if args.recipe is None else Recipe.load(args.recipe)
+        recipe = Recipe.from_dict(recorded) if args.recipe is None else Recipe.load(args.recipe)
     elif args.recipe is None:
         raise ValueError("explain --model needs --recipe NAME|PATH (`megatron-hybrid recipes` lists names)")
     else:

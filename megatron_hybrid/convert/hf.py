@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint_file import TRACKER, Checkpoint, CheckpointError
+from ..checkpoint_file import COMMON, TRACKER, Checkpoint, CheckpointError
 from . import safetensors_file
 from .model_spec import ConversionError, ModelSpec
 
@@ -160,7 +160,7 @@ def import_hf(folder: Path, out: Path, *, vocab_multiple: int = 128) -> ModelSpe
     args = {**spec.to_args(), "padded_vocab_size": padded}
     common = {"args": argparse.Namespace(**args), "checkpoint_version": 3.0, "iteration": 0}
     _fresh_folder(out)
-    write_checkpoint(out, {**state, "common_state/shard_0_1": [common]})
+    write_checkpoint(out, {**state, COMMON: [common]})
     return spec
 
 

@@ -10,9 +10,11 @@ Qwen3-MoE                 experts, query/key norm
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
+
+from ..mcore.modules import layer_pattern
 
 
 class ConversionError(ValueError):
@@ -121,7 +123,7 @@ class ModelSpec:
             dtype=args.get("params_dtype", torch.bfloat16),
             tied=not args.get("untie_embeddings_and_output_weights", False),
             qk_norm=qk_norm,
-            moe_layers=_moe_layers(args.get("moe_layer_freq", 1), layers) if experts else (False,) * layers,
+            moe_layers=tuple(layer_pattern(layers, args.get("moe_layer_freq", 1))) if experts else (False,) * layers,
             experts=experts,
             expert_ffn=(args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"]) if experts else 0,
             topk=args.get("moe_router_topk", 2) if experts else 0,
@@ -242,15 +244,3 @@ class ModelSpec:
             topk=config.get("num_experts_per_tok", 0) if experts else 0,
             renormalize=bool(config.get("norm_topk_prob", False)) if experts else True,
         )
-
-    def differences(self, other: ModelSpec) -> list[str]:
-        """``hidden: 64 and 128`` of every field that is another one."""
-        mine, theirs = asdict(self), asdict(other)
-        return [f"{name}: {mine[name]} and {theirs[name]}" for name in mine if mine[name] != theirs[name]]
-
-
-def _moe_layers(freq, layers: int) -> tuple[bool, ...]:
-    """Megatron's ``--moe-layer-freq``: every Nth layer from the first on, or a list with a word a layer."""
-    if isinstance(freq, int):
-        return tuple(i % freq == 0 for i in range(layers))
-    return tuple(bool(x) for x in freq)

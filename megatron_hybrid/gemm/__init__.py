@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..formats import nearest
-from .backend import DIMENSIONS, GEMMS, OPERANDS, Alignment, DeviceKind, GemmBackend, GemmPair, pair_error
+from .backend import DIMENSIONS, GEMMS, OPERANDS, READ_BY, Alignment, DeviceKind, GemmBackend, GemmPair, pair_error
 from .backends import EmulatedBackend, HighPrecisionBackend, ReferenceBackend
 from .scaled_mm import ScaledMmBackend
 
@@ -38,6 +38,7 @@ __all__ = [
     "DIMENSIONS",
     "GEMMS",
     "OPERANDS",
+    "READ_BY",
     "Alignment",
     "DeviceKind",
     "GemmBackend",

@@ -28,6 +28,9 @@ _DIRECTIONS = {"fprop": (ROWWISE, ROWWISE), "dgrad": (ROWWISE, COLUMNWISE), "wgr
 # gemm -> ((operand A, its direction), (operand B, its direction))
 OPERANDS = {gemm: tuple(zip(names, _DIRECTIONS[gemm])) for gemm, names in GEMMS.items()}
 
+# (operand, direction) -> the gemm that reads it
+READ_BY = {operand: gemm for gemm, operands in OPERANDS.items() for operand in operands}
+
 # gemm -> the module's dimensions that are (rows_a, rows_b, contraction)
 DIMENSIONS = {"fprop": ("M", "N", "K"), "dgrad": ("M", "K", "N"), "wgrad": ("N", "K", "M")}
 

@@ -12,10 +12,10 @@ import io
 import json
 import warnings
 
+from ..checkpoint_file import RECORD
 from ..recipe import Recipe
 from .errors import UserError
 
-RECORD = "hq_recipe_record"
 _SHORT = 12
 
 

@@ -43,10 +43,11 @@ class Driver:
             first(self.controller)
         self.before_first = []
         self.controller.begin_step(step, get_num_microbatches())
-        if not self.has_begun and gathers(self.controller.runtimes):
+        found = gathers(self.controller.runtimes)
+        if found and not self.has_begun:
             self.controller.reduce_amaxes(self.group, self.expert_groups)  # recorded when weights were made
         self.has_begun = self.has_seen_weights = True
-        for gather in gathers(self.controller.runtimes):
+        for gather in found:
             gather.follow_formats()
         state.forget_missing(self.controller.runtimes)
 

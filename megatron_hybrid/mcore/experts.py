@@ -17,8 +17,9 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 
+from ..distributed.tp import column_index_maps, row_index_maps
 from ..grouped import ExpertRuntimes
-from ..plan import GRAD_OUTPUT, INPUT, WEIGHT, PlanError
+from ..plan import PlanError
 from ..weights import lives_quantized
 from . import expert_checkpoint
 from .modules import expert_role
@@ -111,17 +112,14 @@ class HybridGroupedParallelLinear(WeightWindow, torch.nn.Module):
                     "by a rule, or give a recipe with `weights: high_precision`"
                 )
         self.hq.make_weight_caches()
+        maps = self.index_maps()
         for runtime in self.hq:
-            runtime.index_maps = self.index_maps()
+            runtime.index_maps = maps
 
     def index_maps(self) -> dict[str, tuple[int, int, int]]:
         """Where this rank's shards of an expert lie in the whole tensors, as (row offset, column offset, global K)."""
-        K, N, rank = self.input_size, self.output_size, get_pg_rank(self.tp_group)
-        if self.sharded_rows:
-            offset = rank * self.weight.shape[1]
-            return {INPUT: (0, 0, K), WEIGHT: (offset, 0, K), GRAD_OUTPUT: (0, offset, N)}
-        offset = rank * self.weight.shape[2]
-        return {INPUT: (0, offset, K), WEIGHT: (0, offset, K), GRAD_OUTPUT: (0, 0, N)}
+        where = get_pg_rank(self.tp_group), get_pg_size(self.tp_group), self.input_size, self.output_size
+        return column_index_maps(*where) if self.sharded_rows else row_index_maps(*where)
 
     def forward(self, x: torch.Tensor, m_splits):
         """x (T, K), m_splits: rows of each expert, a list or an int tensor -> (y (T, N), bias (E, N) or None)."""

@@ -11,17 +11,12 @@ from ..distributed.fsdp2 import gather_quantized
 from ..plan import PlanError
 
 
-def wants_payloads(recipe) -> bool:
-    return recipe is not None and recipe.param_gather != "high_precision"
-
-
 def gather_payloads(chunk, args, controller) -> None:
     """Arrange it for one chunk, wrapped and loaded, and say on rank 0 what is gathered how.
 
     Raises `PlanError` under ``--hq-strict`` for a quantized weight that is gathered in high precision.
     """
-    recipe = controller.runtimes[0].recipe
-    if not wants_payloads(recipe):
+    if controller.runtimes[0].recipe.param_gather == "high_precision":
         return
     gathers = gather_quantized(chunk, controller, recompute=args.recompute_granularity is not None)
     if getattr(args, "hq_strict", False) and gathers.skipped:

@@ -44,7 +44,7 @@ def configure(model_config, spec: HybridLayerSpec) -> None:
     """
     config = model_config.transformer
     config.hybrid_layer_pattern = model_config.hybrid_layer_pattern
-    recipe, parts = spec.install(model_config)
+    parts = spec.install(model_config)
     model_config.hybrid_stack_spec = stack_spec(config, spec, parts)
 
 

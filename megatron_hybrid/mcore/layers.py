@@ -101,10 +101,10 @@ class HybridParallelLinear(WeightWindow, HoldsWeight):
         return self._hybrid_linear(input, weight, bias, comm)
 
     def _hybrid_linear(self, x, weight, bias, comm):
-        gathered, rows = self.plan.gathered, as_matrix(x).shape[0]
-        call = self.hq.call(
-            weight.device, comm, training=self.training, rows=rows // comm.size if gathered == GRAD_OUTPUT else rows
-        )
+        rows, sharding = as_matrix(x).shape[0], self.hq.sharding
+        if sharding is not None and sharding.gathered == GRAD_OUTPUT:
+            rows //= comm.size
+        call = self.hq.call(weight.device, comm, training=self.training, rows=rows)
         return hybrid_linear(x, weight, bias, call)
 
     def extra_repr(self) -> str:

@@ -18,8 +18,6 @@ EXPERT_LINEARS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 SHARED_EXPERT_LINEARS = ("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2")
 CORE_ATTENTION = "self_attention.core_attention"
 OUTPUT_LAYER = "output_layer"
-# linears whose input sequence parallelism gathers
-COLUMN_PARALLEL = ("linear_qkv", "linear_fc1", OUTPUT_LAYER)
 
 _LOCAL_LAYER = re.compile(r"(?<=\blayers\.)\d+")
 _LOCAL_EXPERT = re.compile(r"\blocal_experts\.\d+\.")
@@ -87,9 +85,13 @@ _PARTS = {
 
 def expert_layers(config) -> list[bool]:
     """Which layers are mixtures of experts, all pipeline stages together. Raises ``ValueError`` for another pattern."""
-    depth, pattern = config.num_layers, getattr(config, "moe_layer_freq", 1)
     if getattr(config, "num_moe_experts", None) is None:
-        return [False] * depth
+        return [False] * config.num_layers
+    return layer_pattern(config.num_layers, getattr(config, "moe_layer_freq", 1))
+
+
+def layer_pattern(depth: int, pattern) -> list[bool]:
+    """Megatron's ``--moe-layer-freq``: every Nth layer from the first on, or a list with a zero or one a layer."""
     if isinstance(pattern, str):  # as in a file of flags
         try:
             pattern = json.loads(pattern)

@@ -18,6 +18,7 @@ from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights
 from ..tensor import HybridTensor
 
 GATHER = "hq_gather"  # attribute of a bucket group
+GATHERS = "hq_gathers"  # attribute of an optimizer: those of its bucket groups
 
 
 def holds_quantized(params) -> bool:
@@ -197,6 +198,8 @@ def around_build_groups(original):
 
 def _bucket_groups(optimizer):
     """The optimizer's bucket groups of quantized weights."""
+    if optimizer.is_stub_optimizer:
+        return []
     groups = [g for chunk in optimizer.model_chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     ours = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
     return [g for g in groups if holds_quantized(g.params) and all(id(bucket) in ours for bucket in g.buckets)]
@@ -206,10 +209,13 @@ def around_init(original):
     @functools.wraps(original)
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
-        for group in () if self.is_stub_optimizer else _bucket_groups(self):
-            setattr(group, GATHER, BucketGather(group))
-            _release(group.params)
-            for param in group.params:
+        setattr(self, GATHERS, [])
+        for group in _bucket_groups(self):
+            gather = BucketGather(group)
+            setattr(group, GATHER, gather)
+            getattr(self, GATHERS).append(gather)
+            _release(gather.params)
+            for param in gather.params:
                 param._stale.preserve = True  # what a checkpoint brings, until the masters have it
 
     return __init__
@@ -219,8 +225,8 @@ def around_copy_to_model(original):
     @functools.wraps(original)
     def _copy_main_params_to_model_params(self):
         original(self)
-        for group in () if self.is_stub_optimizer else _bucket_groups(self):
-            getattr(group, GATHER).stepped = True
+        for gather in getattr(self, GATHERS, ()):
+            gather.stepped = True
 
     return _copy_main_params_to_model_params
 
@@ -236,9 +242,9 @@ def around_load(original):
     @functools.wraps(original)
     def load_state_dict(self, state_dict):
         result = original(self, state_dict)
-        for group in () if self.is_stub_optimizer else _bucket_groups(self):
-            getattr(group, GATHER).sync()
-            _release(group.params)
+        for gather in getattr(self, GATHERS, ()):
+            gather.sync()
+            _release(gather.params)
         return result
 
     return load_state_dict
@@ -250,14 +256,13 @@ def around_copy_to_main(original):
     @functools.wraps(original)
     def _copy_model_params_to_main_params(self, state_dict=None):
         original(self, state_dict)
-        for group in () if self.is_stub_optimizer else _bucket_groups(self):
-            gather = getattr(group, GATHER)
+        for gather in getattr(self, GATHERS, ()):
             for param, master, (a, b) in zip(gather.params, gather.masters, gather.ranges[gather.rank]):
                 value = param.get_high_precision_init_val()
                 if state_dict is None and master is not None and value is not None:
                     master.data.copy_(value.reshape(-1)[a:b])
             gather.sync()
-            _release(group.params)
+            _release(gather.params)
 
     return _copy_model_params_to_main_params
 

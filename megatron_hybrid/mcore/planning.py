@@ -16,11 +16,11 @@ from ..explain import Table, explain
 from ..formats import DIRECTIONS
 from ..grouped_at_once import build, why_not
 from ..model_shape import LinearShape, ModelShape
-from ..plan import GemmPlan, build_plan
+from ..plan import GRAD_OUTPUT, GemmPlan, build_plan
 from ..recipe import Recipe
 from ..roles import DPA, ModuleRole
 from ..sharding import HIGH_PRECISION, Sharding, block_along
-from .modules import COLUMN_PARALLEL, enumerate_modules
+from .modules import enumerate_modules
 
 
 def with_bf16_edges(recipe: Recipe, config) -> Recipe:
@@ -65,7 +65,7 @@ def sharding(role: ModuleRole, shape: ModelShape | None) -> Sharding | None:
     if ranks == 1:
         return None
     leaf = role.name.rpartition(".")[2]
-    if leaf not in COLUMN_PARALLEL:
+    if size.gathered == GRAD_OUTPUT:
         return row_sharding(ranks, size.in_features * ranks, sequence_parallel=shape.sequence_parallel)
     pieces = 2 if leaf == "linear_fc1" and shape.swiglu else 1
     return column_sharding(ranks, size.out_features * ranks, sequence_parallel=shape.sequence_parallel, pieces=pieces)

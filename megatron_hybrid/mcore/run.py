@@ -124,12 +124,20 @@ def summary(recipe: Recipe, at_step: dict[int, dict[str, GemmPlan]], rows: int) 
     lines = [f"> recipe {recipe.name} ({recipe.fingerprint[:12]}){description}"]
     for step, plans in at_step.items():
         lines.append("> " + (f"from iteration {step} on: " if len(at_step) > 1 else "") + _counts(plans))
-    every = {f"{step} {name}": plan for step, plans in at_step.items() for name, plan in plans.items()}
-    for what, names in high_precision_gathers(every, rows).items():
-        lines.append(f"> note: {what}, of {len({n.split(' ', 1)[1] for n in names})} linears")
-    for what, names in cut_shards(every).items():
-        lines.append(f"> note: blocks of {what} end at shard bounds, of {len({n.split(' ', 1)[1] for n in names})} linears")
+    for what, names in _at_any_step(at_step, lambda plans: high_precision_gathers(plans, rows)).items():
+        lines.append(f"> note: {what}, of {len(names)} linears")
+    for what, names in _at_any_step(at_step, cut_shards).items():
+        lines.append(f"> note: blocks of {what} end at shard bounds, of {len(names)} linears")
     return lines
+
+
+def _at_any_step(at_step, find) -> dict[str, set[str]]:
+    """What `find` says of plans -> the linears of which it says so at some step."""
+    found: dict[str, set[str]] = {}
+    for plans in at_step.values():
+        for what, names in find(plans).items():
+            found.setdefault(what, set()).update(names)
+    return found
 
 
 def _counts(plans: dict[str, GemmPlan]) -> str:

@@ -188,7 +188,7 @@ class HybridLayerSpec:
             dispatch.refuse_unsupported(config)
         return recipe
 
-    def install(self, model_config) -> tuple[Recipe, LayerParts]:
+    def install(self, model_config) -> LayerParts:
         """What a model's configuration needs besides layers: the recipe on its way to every module, and the hooks."""
         config = model_config.transformer
         recipe = self.recipe_for(config)
@@ -205,10 +205,10 @@ class HybridLayerSpec:
         for hook in wanted:
             if hook is not None and hook not in hooks:
                 hooks.append(hook)
-        return recipe, parts
+        return parts
 
     def __call__(self, model_config, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-        _, parts = self.install(model_config)
+        parts = self.install(model_config)
         build = functools.partial(layer_spec, attention_zeroed=self.attention_zeroed, parts=parts)
         layers = _layers(model_config.transformer, vp_stage, build)
         return TransformerBlockSubmodules(layer_specs=layers, layer_norm=parts.norm)

@@ -13,12 +13,11 @@ from __future__ import annotations
 import torch
 
 from ..formats import COLUMNWISE, ROWWISE
-from ..gemm import OPERANDS
+from ..gemm import READ_BY
 from ..plan import GemmPlan
 from ..runtime import RandomKeys
 
 _RESULTS = {"fprop": "output", "dgrad": "input gradient", "wgrad": "weight gradient"}
-_READS = {operand: gemm for gemm, operands in OPERANDS.items() for operand in operands}  # (operand, direction) -> gemm
 
 
 class NanFound(RuntimeError):
@@ -62,7 +61,7 @@ class CheckedPlan:
 
     def quantize(self, operand, x, *, rowwise=False, columnwise=False, **options):
         asked = [d for d, want in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if want]
-        read = " and ".join(f"{d} for {_READS[operand, d]}" for d in asked)
+        read = " and ".join(f"{d} for {READ_BY[operand, d]}" for d in asked)
         self._check.look(self._plan, f"{operand} ({read})", x.detach())
         return self._plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **options)
 

@@ -19,15 +19,13 @@ from pathlib import Path
 
 import torch
 
+from ..gemm import READ_BY
 from ..plan import GemmPlan
 from ..quantizer import as_matrix
 from ..storage import QuantizedStorage
 from .statistics import FIELDS, LOWEST_EXPONENT, Measured, measure
 
 _SCALARS = ("snr_db", "cosine", "amax", "underflow", "saturation", "zeros")
-_GEMMS = {("input", "rowwise"): "fprop", ("weight", "rowwise"): "fprop", ("grad_output", "rowwise"): "dgrad",
-          ("weight", "columnwise"): "dgrad", ("grad_output", "columnwise"): "wgrad",
-          ("input", "columnwise"): "wgrad"}  # fmt: skip
 
 
 class StatisticsError(ValueError):
@@ -163,7 +161,7 @@ class Recorder:
         counts = {str(i + LOWEST_EXPONENT): n for i, n in enumerate(exponents) if n}
         place = {} if self.rank is None else {"rank": self.rank}
         role = {"module": runtime.label, "layer": runtime.role.layer, "operand": operand, "direction": direction}
-        return {"step": step, **place, **role, "gemm": _GEMMS[operand, direction], **what, **derived(values),
+        return {"step": step, **place, **role, "gemm": READ_BY[operand, direction], **what, **derived(values),
                 "block_exponents": counts}  # fmt: skip
 
     def _write_scalars(self, step: int, records: list[dict]) -> None:

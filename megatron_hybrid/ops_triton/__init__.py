@@ -7,6 +7,7 @@ that depends on the shape alone, so results repeat bit for bit.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import shutil
@@ -18,6 +19,12 @@ def reason(device: torch.device) -> str | None:
     """Why the kernels cannot be used on a device; None: they can."""
     if device.type != "cuda":
         return f"they need a CUDA device, found {device}"
+    return _reason_on_cuda()
+
+
+@functools.cache
+def _reason_on_cuda() -> str | None:
+    """Asked before every grouped cast: PATH is searched once."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     compilers = [os.environ.get("CC", ""), "gcc", "clang"]  # as Triton looks for one, for its launchers
