@@ -9,12 +9,9 @@ with the CPU kernels' byte for byte (`--no-check` leaves that out).
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import platform
-import subprocess
 
 import torch
+from bench_common import write_result
 
 import megatron_hybrid as mh
 from megatron_hybrid.explain import Table
@@ -158,17 +155,6 @@ class Bench:
             self.add("-", f"amax {name}", q.amax, self.inputs, x.nbytes, equal)
 
 
-def save(path: str, rows: list[dict], args) -> None:
-    commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    meta = {
-        "card": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-        "python": platform.python_version(), "date": datetime.date.today().isoformat(), "commit": commit,
-        "command": "python scripts/bench_casts.py", "rows": args.rows, "cols": args.cols, "repeat": args.repeat,
-    }  # fmt: skip
-    with open(path, "w") as f:
-        json.dump({**meta, "results": rows}, f, indent=1)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=16384)
@@ -192,8 +178,7 @@ def main() -> None:
     ]  # fmt: skip
     notes = (f"{torch.cuda.get_device_name()}, torch {torch.__version__}",)
     print(Table(("goal", "what", "us", "TB/s", "share", "bytes"), tuple(cells), notes))
-    if args.json:
-        save(args.json, bench.rows, args)
+    write_result(args.json, bench.rows, rows=args.rows, cols=args.cols, repeat=args.repeat, commit=args.commit)
 
 
 if __name__ == "__main__":

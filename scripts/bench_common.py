@@ -77,7 +77,7 @@ def kernel_shares(kernels: list[tuple[str, float]]) -> dict[str, float]:
     return dict(total)
 
 
-def write_result(path: str | None, rows, **more) -> None:
+def write_result(path: str | None, rows, /, **more) -> None:
     """Write rows with card, versions, date, commit and command. path None: do nothing."""
     if path is None:
         return

@@ -11,16 +11,13 @@ sizes.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import re
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
+from bench_common import write_result
 
 import megatron_hybrid as mh
 from megatron_hybrid.explain import Table
@@ -235,20 +232,6 @@ def gemms_alone(args) -> list[dict]:
             for name, (device, _) in timed(subjects, [(None, None)], args.repeat).items()]  # fmt: skip
 
 
-def versions(args) -> dict:
-    commit = args.commit or subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    return {
-        "card": torch.cuda.get_device_name() if ON_GPU else "CPU", "torch": torch.__version__, "cuda": torch.version.cuda,
-        "date": datetime.date.today().isoformat(), "commit": commit, "command": " ".join(sys.argv),
-    }  # fmt: skip
-
-
-def write(args, **content) -> None:
-    if args.json:
-        with open(args.json, "w") as file:
-            json.dump({**versions(args), **content}, file, indent=1)
-
-
 def show(rows: list[dict]) -> None:
     cells = [
         (r["what"], f"{r['us']:.0f}", f"{r['speedup']:.2f}x",
@@ -271,11 +254,12 @@ def main() -> int:
     if args.gemms:
         rows = gemms_alone(args)
         print(Table(("what", "us", "TFLOP/s"), tuple((r["what"], f"{r['us']:.0f}", f"{r['TFLOP/s']:.0f}") for r in rows)))
-        write(args, gemms=rows)
+        write_result(args.json, rows, commit=args.commit)
         return 0
     rows = bench(args)
     show(rows)
-    write(args, results=rows, sizes={k: getattr(args, k) for k in ("experts", "k", "n", "tokens")})
+    sizes = {k: getattr(args, k) for k in ("experts", "k", "n", "tokens")}
+    write_result(args.json, rows, sizes=sizes, commit=args.commit)
     return int(any(row.get("worst", 0) > 1 for row in rows))
 
 

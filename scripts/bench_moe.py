@@ -16,7 +16,8 @@ import logging
 
 import torch
 import yaml
-from bench_grouped import DEVICE, ON_GPU, Subject, profile, timed, write
+from bench_common import write_result
+from bench_grouped import DEVICE, ON_GPU, Subject, profile, timed
 
 from megatron_hybrid.explain import Table
 from megatron_hybrid.patches import cpu_device
@@ -162,7 +163,7 @@ def main() -> int:
             show(part)
             if ON_GPU:
                 torch.cuda.empty_cache()
-    write(args, results=rows)
+    write_result(args.json, rows, commit=args.commit)
     torch.distributed.destroy_process_group()
     return 0
 

@@ -48,10 +48,15 @@ def errors_by_rank(folder: Path, nproc: int) -> list[dict]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(nproc)]
 
 
-def run_worker(nproc: int, worker: Path, folder: Path, **options) -> list[dict]:
-    """Launch a worker whose argument is a folder for its results; `errors_by_rank`. options: of `torchrun`."""
+def run_worker(nproc: int, worker: Path, folder: Path, checks: list[str], **options) -> list[dict]:
+    """Launch a worker whose argument is a folder for its results; `errors_by_rank`, of exactly these checks.
+
+    options: of `torchrun`.
+    """
     torchrun(nproc, worker, folder, **options)
-    return errors_by_rank(folder, nproc)
+    errors = errors_by_rank(folder, nproc)
+    assert all(set(of_rank) == set(checks) for of_rank in errors), [sorted(set(e) ^ set(checks)) for e in errors]
+    return errors
 
 
 def assert_passed(errors: list[dict], check: str) -> None:

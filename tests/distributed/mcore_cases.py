@@ -73,6 +73,24 @@ def metrics(path: Path) -> dict[int, dict]:
     return found
 
 
+def numbers(runs, name: str) -> dict[int, dict]:
+    """`metrics` of a run; runs: (folder, cases)."""
+    return metrics(runs[0] / f"{name}.metrics")
+
+
+def same(found: dict[int, dict], expected: dict[int, dict], but=("ms",)) -> None:
+    """Every number of every iteration found is the expected one, bit for bit."""
+    assert found
+    for iteration, entry in found.items():
+        for key in entry.keys() - set(but):
+            assert entry[key] == expected[iteration][key], (iteration, key)
+
+
+def assert_ended(case: Case) -> None:
+    """The run ended well on all of its ranks, two where it does not say; else the end of its output."""
+    assert case.exit == [0] * (case.ranks or 2), case.output[0][-3000:]
+
+
 def write_dataset(prefix: Path, documents: list[int]) -> None:
     """An indexed dataset of documents of these lengths, byte by byte: no Megatron in this process."""
     lengths = np.array(documents, dtype=np.int32)

@@ -72,8 +72,8 @@ def check_amaxes_are_reduced_over_the_ranks_that_share_tensors():
         control.controller.begin_step(1)
         with on_the_wire() as sent:
             control.controller.end_step(control.group)
-        calls = [(call.name, call.nbytes // 4, call.ranks) for call in sent]
-        assert calls == ([] if ranks is None else [("all_reduce", len(states), tuple(ranks))]), calls
+        calls = [(call.name, call.nbytes // 4, call.op, call.ranks) for call in sent]
+        assert calls == ([] if ranks is None else [("all_reduce", len(states), dist.ReduceOp.MAX, tuple(ranks))]), calls
         counts = [None, None]
         dist.all_gather_object(counts, len(states))
         assert (counts[0] == counts[1]) == (sizes != dict(pp=2)), counts  # why stages must not meet

@@ -32,6 +32,8 @@ def results(fused, recipe="bf16", **changes):
     parallel(tp=2)
     spec = HybridLayerSpec(Recipe.load(recipe), fused=fused)
     model = build(None, spec, **{**FUSED, **changes})
+    kinds = {type(m).__name__ for m in model.modules()}
+    assert ("FusedMLP" in kinds and bool(kinds & {"FusedNorm", "FusedResidualNorm"})) == fused, kinds
     loss = losses(model)
     loss.sum().backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters()}

@@ -215,7 +215,9 @@ def check_masters_of_a_fine_tuning_start_from_the_loaded_values():
             values[n] = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))).bfloat16()
             p.data.copy_(values[n])
     run[1].reload_model_params()
-    for n, master in whole_masters(run[0]).items():
+    masters = whole_masters(run[0])
+    assert values and masters.keys() == values.keys()
+    for n, master in masters.items():
         assert torch.equal(master, values[n].float())
 
 
@@ -232,15 +234,18 @@ def check_scales_over_tensor_parallel_ranks_are_of_the_whole_weight():
         run = training(recipe(name, weights="quantized", param_gather=gather), tp=2)
         parameters = {n: p for n, p in run[0].named_parameters() if isinstance(p, mh.HybridTensor)}
         for i in (0, 1):
+            compared = 0
             if i:
                 step(run, i)
             for n, master in whole_masters(run[0]).items():
                 if n.endswith(("linear_fc1.weight", "layers.0.mlp.linear_fc2.weight")):
                     p, dim = parameters[n], int(n.endswith("linear_fc2.weight"))
+                    compared += 1
                     whole = p.quantizer.quantize(tensor_parallel_whole(master, dim))
                     for mine, one in ((p.rowwise, whole.rowwise), (p.columnwise, whole.columnwise)):
                         part = one.dequantize().chunk(2, dim)[mpu.get_tensor_model_parallel_rank()]
                         assert torch.equal(mine.dequantize(), part), (name, gather, n, i, mine.direction)
+            assert compared >= 2, (name, list(parameters))
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> list[dict]:
     """Errors by check, of each rank."""
-    return run_worker(2, WORKER, tmp_path_factory.mktemp("model"), timeout=400)
+    return run_worker(2, WORKER, tmp_path_factory.mktemp("model"), CHECKS, timeout=400)
 
 
 @pytest.mark.parametrize("check", CHECKS)

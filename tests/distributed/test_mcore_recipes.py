@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from mcore_cases import ITERATIONS, MIXED, MODEL, MOCK, SCRIPT, TP2, Case, metrics, run_cases
+from mcore_cases import ITERATIONS, MIXED, MOCK, MODEL, SCRIPT, TP2, Case, assert_ended, numbers, run_cases, same
 
 import megatron_hybrid as mh
 
@@ -88,20 +88,9 @@ def runs(tmp_path_factory):
     return folder, run_cases(CASES, folder, timeout=900)
 
 
-def numbers(runs, name: str) -> dict[int, dict]:
-    return metrics(runs[0] / f"{name}.metrics")
-
-
-def same(found: dict[int, dict], expected: dict[int, dict]) -> None:
-    for iteration, entry in found.items():
-        for key in entry.keys() - {"ms"}:
-            assert entry[key] == expected[iteration][key], (iteration, key)
-
-
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name != "experts"])
 def test_runs_to_the_end(runs, name):
-    case = runs[1][name]
-    assert case.exit == [0] * (case.ranks or 2), case.output[0][-3000:]
+    assert_ended(runs[1][name])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

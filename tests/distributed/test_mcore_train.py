@@ -3,7 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from mcore_cases import ITERATIONS, LAUNCHER, MIXED, MOCK, MODEL, SCRIPT, STOCK, STOCK_FLAGS, TP2, Case, metrics, run_cases, write_dataset
+from mcore_cases import (
+    ITERATIONS,
+    LAUNCHER,
+    MIXED,
+    MOCK,
+    MODEL,
+    SCRIPT,
+    STOCK,
+    STOCK_FLAGS,
+    TP2,
+    Case,
+    assert_ended,
+    metrics,
+    numbers,
+    run_cases,
+    same,
+    write_dataset,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -93,17 +110,12 @@ def runs(tmp_path_factory):
     return folder, run_cases(CASES, folder)
 
 
-def numbers(runs, name: str) -> dict[int, dict]:
-    return metrics(runs[0] / f"{name}.metrics")
-
-
 FAILING = {"other", "spec_other", "nan"}
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.name not in FAILING])
 def test_runs_to_the_end(runs, name):
-    case = runs[1][name]
-    assert case.exit == [0] * (case.ranks or 2), case.output[0][-3000:]
+    assert_ended(runs[1][name])
 
 
 def test_metrics_are_whole_and_finite(runs):
@@ -118,9 +130,7 @@ def test_metrics_are_whole_and_finite(runs):
 def test_resume_is_bit_exact(runs):
     whole, resumed = numbers(runs, "whole"), numbers(runs, "resumed")
     assert sorted(resumed) == [3, 4]
-    for iteration, entry in resumed.items():
-        for key in entry.keys() - {"ms"}:
-            assert entry[key] == whole[iteration][key], (iteration, key)
+    same(resumed, whole)
 
 
 def test_fsdp2_gathers_payloads_and_resumes(runs):
@@ -167,9 +177,7 @@ def test_a_hybrid_model_is_the_gpt_of_its_pattern(runs):
     for name, iterations in (("hybrid", [3, 4]), ("hybrid_resumed", [4])):
         found = numbers(runs, name)
         assert sorted(found) == iterations
-        for iteration, entry in found.items():
-            for key in entry.keys() - {"ms"}:
-                assert entry[key] == expected[iteration][key], (name, iteration, key)
+        same(found, expected)
     assert "> 8 of 9 linears quantized" in runs[1]["hybrid"].output[0]
     # of four layers the first is left alone: its attention, two linears of eight
     assert "> 6 of 9 linears quantized" in runs[1]["hybrid_pipeline"].output[0]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checks import errors_by_rank
-from launch import torchrun
+from checks import assert_passed, check_names, errors_by_rank
+from launch import tail, torchrun
 
 pytestmark = pytest.mark.dist
 
@@ -17,8 +17,11 @@ FOUR = ("p60", "c27")  # what more ranks than two change
 def launch(folder: Path, nproc: int, *only: str) -> list[dict]:
     """Errors by check, of each rank; the launch itself must not fail without saying which check did."""
     arguments = ("--only", *only) if only else ()
-    torchrun(nproc, WORKER, "--backend", "gloo", "--out", folder, *arguments, check=False)
-    return errors_by_rank(folder, nproc)
+    done = torchrun(nproc, WORKER, "--backend", "gloo", "--out", folder, *arguments, check=False)
+    assert all((folder / f"{rank}.json").is_file() for rank in range(nproc)), tail(done.stdout)
+    errors = errors_by_rank(folder, nproc)
+    assert done.returncode == 0 or any(error for of_rank in errors for error in of_rank.values()), tail(done.stdout)
+    return errors
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +62,6 @@ def test_c30_rowwise_for_100_steps(two):
     passed(two, "c30")
 
 
-@pytest.mark.parametrize("start", ["weights_whose", "kept_for", "amaxes_of", "maximum_keeps", "columns_as"])
-def test_check(two, start):
-    passed(two, start)
+@pytest.mark.parametrize("check", check_names(WORKER, arguments="ranks: Ranks"))
+def test_check(two, check):
+    assert_passed(two, check)

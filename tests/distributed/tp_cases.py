@@ -181,19 +181,23 @@ class Sent:
     dtype: torch.dtype
     ranks: tuple[int, ...]
     asynchronous: bool
+    op: object = None  # of a reduction
 
 
 @contextlib.contextmanager
 def on_the_wire():
     """Every collective of torch.distributed inside the block, in order."""
     sent, wrapped = [], {}
-    source = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": 1, "all_reduce": 0}
+    source = {
+        "all_gather_into_tensor": (1, "input_tensor"), "reduce_scatter_tensor": (1, "input"), "all_reduce": (0, "tensor")
+    }  # fmt: skip
 
     def wrap(name, original):
         def collective(*args, group=None, async_op=False, **kwargs):
-            x = args[source[name]]
+            place, keyword = source[name]
+            x = args[place] if len(args) > place else kwargs[keyword]
             members = tuple(dist.get_process_group_ranks(group))
-            sent.append(Sent(name, x.numel() * x.element_size(), x.dtype, members, async_op))
+            sent.append(Sent(name, x.numel() * x.element_size(), x.dtype, members, async_op, kwargs.get("op")))
             return original(*args, group=group, async_op=async_op, **kwargs)
 
         return collective

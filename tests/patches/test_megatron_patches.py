@@ -5,8 +5,6 @@ import warnings
 import pytest
 import torch
 
-pytest.importorskip("megatron.core")
-
 from megatron_hybrid import patches
 from megatron_hybrid.optimizer import FusedAdam
 from megatron_hybrid.patches import multi_tensor

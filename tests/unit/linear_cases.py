@@ -32,6 +32,23 @@ def saved_tensors():
         yield kept
 
 
+def training_losses(net, ctl, optimizer, first: int, last: int) -> list[float]:
+    """Steps first to last of two microbatches, a network of 64 to 64 features taught to be the identity."""
+    losses = []
+    for step in range(first, last + 1):
+        ctl.begin_step(step)
+        for j in range(2):
+            ctl.microbatch(j)
+            x = randn(32, 64, seed=10 * step + j).requires_grad_()
+            loss = (net(x) - x).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        ctl.end_step()
+    return losses
+
+
 def nbytes(tensors) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from linear_cases import saved_tensors
 
 import megatron_hybrid as mh
 from megatron_hybrid.cli import COMMANDS, main
@@ -87,9 +88,8 @@ KEEPING = "bf16 mxfp8 mxfp8_fprop_nvfp4_bwd fp8_current fp8_block hp_fprop_mxfp8
 def test_p12_bytes_kept_are_those_that_autograd_is_given(recipe):
     """properties.md 12: what explain says is saved is what the saved-tensor hooks see."""
     layer = mh.HybridLinear(96, 64, bias=False, recipe=recipe, name="a", dtype=torch.bfloat16)
-    seen = []
     x = torch.randn(40, 96, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (seen.append(t), t)[1], lambda t: t):
+    with saved_tensors() as seen:
         layer(x)
     held = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in seen}
     held.pop(layer.weight.untyped_storage().data_ptr(), None)

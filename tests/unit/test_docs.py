@@ -164,7 +164,9 @@ def test_python_snippets_name_what_there_is(page):
 
 
 def test_the_loop_of_the_migration_guide_runs():
-    for code in blocks(ROOT / "docs" / "migrating.md", "python"):
+    found = blocks(ROOT / "docs" / "migrating.md", "python")
+    assert found
+    for code in found:
         exec(compile(code, "docs/migrating.md", "exec"), {})
 
 

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from linear_cases import STATELESS, randn, recipe
+from linear_cases import STATELESS, randn, recipe, saved_tensors
 
 import megatron_hybrid as mh
 from megatron_hybrid import lean, linear
@@ -26,8 +26,7 @@ def results(layer, shape=(5, 4), main_grad=False, frozen=(), seed=0):
     layer.weight.requires_grad_("weight" not in frozen)
     if main_grad:
         layer.weight.main_grad = torch.ones(32, 48)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+    with saved_tensors() as saved:
         y = layer(x)
     y.backward(randn(*y.shape, seed=seed + 1, dtype=y.dtype))
     grads = [x.grad, layer.weight.main_grad if main_grad else layer.weight.grad, layer.bias.grad]

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from linear_cases import counted_casts
+from linear_cases import counted_casts, saved_tensors
 
 import megatron_hybrid as mh
 from megatron_hybrid.formats import COLUMNWISE, ROWWISE, parse_format
@@ -108,8 +108,7 @@ def test_p24_bias_gradient_is_the_sum_of_the_unquantized_gradient(fmt):
 def test_p25_what_is_saved_is_exactly_what_the_plan_lists(fmt):
     x, dy = tensors(seed=7)
     layer = mh.HybridLinear(96, 40, False, recipe=recipe(fmt, fmt, fmt), dtype=torch.bfloat16)
-    saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+    with saved_tensors() as saved:
         layer(x.requires_grad_())
     plan = layer.plan
     expected = [plan.quantize(op, t.detach(), columnwise=True)[1] for op, t in (("input", x), ("weight", layer.weight))]

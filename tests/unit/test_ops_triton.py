@@ -18,7 +18,8 @@ CASES = Path(__file__).with_name("ops_triton_cases.py")
 COMPILE = CASES.with_name("ops_triton_compile.py")
 CHECKS = re.findall(r"^def check_(\w+)\(", CASES.read_text(), re.M)
 
-pytest.importorskip("triton")
+if sys.platform != "linux":
+    pytest.skip("the lock has Triton for Linux only", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from linear_cases import training_losses
 
 import megatron_hybrid as mh
 from megatron_hybrid.formats import parse_format
@@ -119,19 +120,7 @@ def train(path=None, every=2, steps=5, recipe="mxfp8_fprop_nvfp4_bwd", **options
     ctl = mh.prepare(net, recipe, seed=3, num_microbatches=2)
     if path is not None:
         ctl.record_statistics(every, path, **options)
-    optimizer, losses = torch.optim.SGD(net.parameters(), lr=0.1), []
-    for step in range(1, steps + 1):
-        ctl.begin_step(step)
-        for j in range(2):
-            ctl.microbatch(j)
-            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * step + j)).bfloat16().requires_grad_()
-            loss = (net(x) - x).float().square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        ctl.end_step()
-    return losses
+    return training_losses(net, ctl, torch.optim.SGD(net.parameters(), lr=0.1), 1, steps)
 
 
 def read(path):

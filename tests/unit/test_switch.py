@@ -5,6 +5,7 @@ import logging
 
 import pytest
 import torch
+from linear_cases import training_losses
 
 import megatron_hybrid as mh
 
@@ -21,22 +22,6 @@ def model(recipe):
     return torch.nn.Sequential(*layers).to(torch.bfloat16)
 
 
-def steps(net, ctl, optimizer, first, last):
-    losses = []
-    for step in range(first, last + 1):
-        ctl.begin_step(step)
-        for j in range(2):
-            ctl.microbatch(j)
-            x = torch.randn(32, 64, generator=torch.Generator().manual_seed(10 * step + j)).bfloat16()
-            loss = (net(x) - x).float().square().mean()
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        ctl.end_step()
-    return losses
-
-
 def started(recipe):
     net = model(recipe)
     return net, mh.prepare(net, recipe, seed=5, num_microbatches=2), mh.FusedAdam(net.parameters(), lr=1e-2)
@@ -46,12 +31,12 @@ def started(recipe):
 def test_p29_c67_a_switched_run_is_the_run_that_had_the_recipe(old, new):
     """The other run is built with the new recipe and given weights and optimizer state; histories start fresh in both."""
     net, ctl, optimizer = started(old)
-    steps(net, ctl, optimizer, 1, 2)
+    training_losses(net, ctl, optimizer, 1, 2)
     twin, twin_ctl, twin_optimizer = started(new)
     twin.load_state_dict({k: v for k, v in net.state_dict().items() if ".hq." not in k}, strict=False)
     twin_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     ctl.switch(new)
-    assert steps(net, ctl, optimizer, 3, 5) == steps(twin, twin_ctl, twin_optimizer, 3, 5)
+    assert training_losses(net, ctl, optimizer, 3, 5) == training_losses(twin, twin_ctl, twin_optimizer, 3, 5)
     for (name, a), b in zip(net.named_parameters(), twin.parameters(), strict=True):
         assert torch.equal(a, b), name
 
@@ -62,10 +47,10 @@ def test_c67_rules_on_steps_are_the_switch_at_that_step(new):
     rules = [{"match": {"steps": ":3"}, "use": "high_precision"}, *slots.pop("rules", [])]
     ruled, ctl, optimizer = started(mh.Recipe.from_dict({**slots, "name": "ruled", "rules": rules}))
     switched, other_ctl, other_optimizer = started("bf16")
-    found = steps(ruled, ctl, optimizer, 1, 5)
-    expected = steps(switched, other_ctl, other_optimizer, 1, 2)
+    found = training_losses(ruled, ctl, optimizer, 1, 5)
+    expected = training_losses(switched, other_ctl, other_optimizer, 1, 2)
     other_ctl.switch(new)
-    assert found == expected + steps(switched, other_ctl, other_optimizer, 3, 5)
+    assert found == expected + training_losses(switched, other_ctl, other_optimizer, 3, 5)
 
 
 def test_a_rule_on_all_steps_holds_from_the_first():
@@ -79,11 +64,11 @@ def test_a_rule_on_all_steps_holds_from_the_first():
 def test_c67_switching_there_and_back_keeps_histories():
     """What delayed scaling knew is still there: a pause, not a restart."""
     net, ctl, optimizer = started("fp8_delayed")
-    steps(net, ctl, optimizer, 1, 3)
+    training_losses(net, ctl, optimizer, 1, 3)
     before = {k: v.clone() for k, v in net.state_dict().items() if ".hq." in k}
     assert before
     ctl.switch("mxfp8")
-    steps(net, ctl, optimizer, 4, 4)
+    training_losses(net, ctl, optimizer, 4, 4)
     ctl.switch("fp8_delayed")
     after = net.state_dict()
     assert all(torch.equal(value, after[key]) for key, value in before.items())
@@ -96,7 +81,7 @@ def test_changes_of_plans_are_said(caplog):
         mh.Recipe.from_dict({"version": 1, "name": "a", "defaults": "mxfp8_e4m3", "rules": rules})
     )
     assert not caplog.messages
-    steps(net, ctl, optimizer, 1, 3)
+    training_losses(net, ctl, optimizer, 1, 3)
     ctl.switch("bf16")
     assert caplog.messages == [
         "step 2: rules on steps change 2 of 4 linears; gemms: 10 emulated, 2 high precision",
@@ -108,13 +93,13 @@ def test_a_refused_switch_leaves_run_and_log_as_they_were(caplog):
     caplog.set_level(logging.INFO, logger="megatron_hybrid")
     net, ctl, optimizer = started("mxfp8")
     twin, twin_ctl, twin_optimizer = started("mxfp8")
-    steps(net, ctl, optimizer, 1, 1), steps(twin, twin_ctl, twin_optimizer, 1, 1)
+    training_losses(net, ctl, optimizer, 1, 1), training_losses(twin, twin_ctl, twin_optimizer, 1, 1)
     bad = mh.Recipe.from_dict(
         {"version": 1, "name": "b", "defaults": "nvfp4", "rules": [{"match": {"name": "no.*"}, "use": "nvfp4"}]}
     )
     with pytest.raises(mh.RecipeError):
         ctl.switch(bad)
-    assert steps(net, ctl, optimizer, 2, 2) == steps(twin, twin_ctl, twin_optimizer, 2, 2) and not caplog.messages
+    assert training_losses(net, ctl, optimizer, 2, 2) == training_losses(twin, twin_ctl, twin_optimizer, 2, 2) and not caplog.messages
 
 
 E5M2, E4M3 = "fp8_delayed_e5m2:history=4", "fp8_delayed_e4m3:history=4"
@@ -156,7 +141,7 @@ def test_p30_c67_delayed_scales_follow_a_change_of_element_type(before, after, h
         ctl.rescale_from(first)
     # rounding errors of the two types: 2^-4 and 2^-3 at most an operand, uniform, two operands
     assert error < 0.12 and _gradient_error(m, 4, ctl, x, dy) < 0.12
-    assert ctl.runtimes[0].states  # still scaled by history
+    assert list(ctl.runtimes[0].states())  # still scaled by history
 
 
 def test_a_later_rules_longer_history_leaves_the_one_in_use_alone():
