@@ -46,9 +46,11 @@ def gather_quantized(model: torch.nn.Module, ctl, *, recompute: bool = False) ->
     no quantized linear of the model is sharded, for a model on the meta device, and for
     ``reshard_after_forward=<int>``, whose smaller gather FSDP2 keeps to itself.
     """
-    sharded = {}
+    sharded, mode = {}, Mode()
     for module in model.modules():
         group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+        if group is not None:
+            module.register_forward_pre_hook(mode.note, prepend=True)  # before FSDP's own, which gathers
         for p in group.fsdp_params if group is not None else ():
             sharded[p._module_info.module, p._module_info.param_name] = group, p
     weights, skipped = [], {}
@@ -58,7 +60,7 @@ def gather_quantized(model: torch.nn.Module, ctl, *, recompute: bool = False) ->
             continue
         reason = _reason(path, module, *found)
         if reason is None:
-            weights.append(GatheredWeight(path, module, *found, recompute))
+            weights.append(GatheredWeight(path, module, *found, recompute, mode))
         else:
             skipped[path] = reason
     if not weights and not skipped:
@@ -95,6 +97,15 @@ def _reads_original(plan) -> str | None:
     return "dgrad reads the original" if plan.saved[WEIGHT] == ORIGINAL else None
 
 
+class Mode:
+    """Whether the forward that runs now computes gradients. FSDP2 gathers under `no_grad`, where nothing says so."""
+
+    gradients = True
+
+    def note(self, module, args) -> None:
+        self.gradients = torch.is_grad_enabled()
+
+
 @dataclass
 class Pass:
     """One kind of gather: the casts of this rank's share, and the buffers it fills."""
@@ -112,8 +123,8 @@ class GatheredWeight:
     Its two hooks sit on the shard as attributes, where FSDP2 looks for them; the shard stays a plain tensor.
     """
 
-    def __init__(self, path: str, module, group, p, recompute: bool):
-        self.path, self.recompute = path, recompute
+    def __init__(self, path: str, module, group, p, recompute: bool, mode: Mode):
+        self.path, self.recompute, self._mode = path, recompute, mode
         self._module, self._group, self._param = module, group, p
         self._amaxes: dict[str, torch.Tensor] = {}
         self._seen = None  # version of the shard when its amaxes were taken
@@ -216,7 +227,9 @@ class GatheredWeight:
             )
         one = self.passes[name]
         p.all_gather_outputs, p._unsharded_inner_tensors = one.received, one.buffers
-        chunk = one.shares.cast(self._master(), self._amaxes[name])
+        trains = self._module.training and self._mode.gradients
+        evaluates = self._group._training_state == TrainingState.FORWARD and not trains
+        chunk = one.shares.cast(self._master(), self._amaxes[name], record=not evaluates)
         sizes = self._input_sizes(chunk.numel())
         if len(sizes) == 1 and sizes[0] == chunk.numel():
             return (chunk,), name

@@ -183,10 +183,11 @@ class ShardedWeights:
         return window.view(r1 - r0, K)
 
     @torch.no_grad()
-    def cast(self, masters, amaxes: torch.Tensor, *, step: bool = False) -> torch.Tensor:
+    def cast(self, masters, amaxes: torch.Tensor, *, step: bool = False, record: bool = True) -> torch.Tensor:
         """uint8 (chunk_bytes,): this rank's bytes, quantized with the reduced `amaxes`.
 
-        step: an optimizer's step was done; delayed scales then move on, on every rank alike. Raises what `check` does.
+        step: an optimizer's step was done; delayed scales then move on, on every rank alike. record: their histories
+        keep the amaxes; False in evaluation. Raises what `check` does.
         """
         self.check(masters)
         chunk = torch.zeros(self.chunk_bytes, dtype=torch.uint8, device=self.device)
@@ -201,6 +202,8 @@ class ShardedWeights:
                     part.copy_(written_value(t, masters[i].detach().reshape(-1)).contiguous().view(torch.uint8))
                 continue
             keys = write_keys(t, step=step)
+            if not record and keys["state"] is not None:
+                keys["state"] = tuple(None if state is None else state.frozen() for state in keys["state"])
             for s in self.payloads[i]:
                 n = sum(m for _, _, m in _stretches(s, *ranges[i]))
                 self._cast_payload(i, s, masters, amaxes, keys, part[:n])

@@ -183,6 +183,19 @@ def check_shipped_recipes():
             assert_same(found, expected)
 
 
+def check_evaluation_records_no_amaxes():
+    """Delayed scaling: gathers of forwards in evaluation, or without gradients, leave the weights' histories alone."""
+    model, ctl, _ = build(weight_recipe("fp8_delayed_e4m3", "fp8_delayed_e5m2"))
+    histories = [b for name, b in model.named_buffers() if name.endswith("weight_rowwise_history")]
+    ctl.begin_step(1)
+    with torch.no_grad():
+        model(batch(1, 0))
+    model.eval()(batch(1, 0))
+    assert len(histories) == 3 and not any(h.any() for h in histories)
+    model.train()(batch(1, 0)).square().sum().backward()
+    assert all(h[0] > 0 for h in histories)
+
+
 def check_hybrid_sharding():
     """HSDP: two replicas of two shards; equal to plain HSDP."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
