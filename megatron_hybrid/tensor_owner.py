@@ -55,6 +55,8 @@ class Owned:
         owner, source = marks.owner, self._source(src)
         checked = dict(rng=None, state=None) if owner is None else owner.keys(self.device)
         self.quantizer.check_arguments(source, rng=checked["rng"], state=checked["state"], noop=noop_flag)
+        if owner is not None and noop_flag is None and not (step or master or self.is_kept()):
+            owner.start_scales(src)
         self.update(src, **write_keys(self, step=step, noop_flag=noop_flag), noop_flag=noop_flag)
         if not (step or master):
             marks.follow(src)
@@ -85,6 +87,10 @@ class Owned:
     def set_master(self, master: torch.Tensor) -> None:
         """Tell the parameter which FP32 tensor its optimizer keeps; a change of formats is then cast from that."""
         self._stale.master = weakref.ref(master)
+
+    def is_kept(self) -> bool:
+        """Whether something keeps the value in high precision: a master, or the preserved value of the next write."""
+        return self._stale.preserve or (self._stale.master is not None and self._stale.master() is not None)
 
     def best_value(self) -> torch.Tensor:
         """The most exact value there is, on this device: the master, the preserved value, else the decode."""

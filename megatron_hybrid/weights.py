@@ -17,15 +17,16 @@ from dataclasses import dataclass
 
 import torch
 
-from .formats import COLUMNWISE, DIRECTIONS
+from .formats import COLUMNWISE, DIRECTIONS, ELEMENTS
 from .plan import WEIGHT, GemmPlan, PlanError
 from .recipe_callable import as_recipe
 from .runtime import RandomKeys
-from .scaling import Pieces, Rng, update_states
+from .scaling import Pieces, Rng, scale_for, update_states
 from .storage import QuantizedStorage
 from .tensor import HybridTensor, matrix_shape
 
 QUANTIZED = "quantized"
+FITS = 1 + 2.0**-5  # less than half a step above an element type's largest number, more than a decode's rounding
 DEFAULT_RECIPE = "bf16"
 
 
@@ -119,6 +120,11 @@ class WeightOwner:
         runtime = self._runtime()
         return src if runtime is None else rounded(src, dtype, runtime.recipe)
 
+    def start_scales(self, value: torch.Tensor) -> None:
+        """See `start_scales`."""
+        if (runtime := self._runtime()) is not None:
+            start_scales(runtime, value)
+
     def check(self, recipe, device) -> None:
         """Raise `PlanError` for a recipe that this weight could not follow."""
         check_recipe(self._runtime(), recipe, device)
@@ -141,7 +147,10 @@ class WeightOwner:
             if state is not None:
                 state.history[0] = 0  # the amax of a value that no forward read with this format; the cast records anew
         with torch.no_grad():
-            new = quantize(runtime, t.best_value(), t.dtype, trained=t.requires_grad or t.columnwise is not None)
+            value = t.best_value()
+            if not t.is_kept():
+                start_scales(runtime, value)
+            new = quantize(runtime, value, t.dtype, trained=t.requires_grad or t.columnwise is not None)
             new._stale.inherit(marks)
             t.data = new
         torch.autograd.graph.increment_version(t)
@@ -150,6 +159,26 @@ class WeightOwner:
 def rounded(src: torch.Tensor, dtype: torch.dtype, recipe) -> torch.Tensor:
     """`src` as the recipe's ``master_cast`` wants it: as it is, or rounded to the parameter's dtype first."""
     return src.to(dtype) if recipe.master_cast == "param_dtype" else src
+
+
+def start_scales(runtime, value: torch.Tensor) -> None:
+    """Before a new value is cast that nothing else keeps: delayed scales that are still 1, or clip it, are made to fit.
+
+    Elsewhere they start at 1, and what a format cannot hold at 1 is made up for a step later. Here it would be lost.
+    Scales that were loaded with the value, or history has made, stay as they are.
+    """
+    states = runtime.weight_states()
+    if states is None or value.is_meta or not value.numel():
+        return
+    formats = runtime.plan_for(value.device).quantizers[WEIGHT].formats()
+    for state, fmt, reduce in zip(states, formats, runtime.weight_reducers(value.device) or (None, None)):
+        if state is None or not fmt.is_stateful:
+            continue
+        amax = value.detach().abs().amax().float()
+        amax = amax if reduce is None else reduce(amax)
+        unused = (state.scale == 1) & (state.history == 0).all()
+        clips = amax * state.scale > FITS * ELEMENTS[fmt.element].max
+        state.scale.copy_(torch.where(unused | clips, scale_for(fmt, amax, state.scale), state.scale))
 
 
 def _rng(runtime, device) -> Rng | None:
@@ -259,6 +288,8 @@ def lives_quantized(runtime) -> bool:
 def _quantized_parameter(runtime, weight: torch.nn.Parameter, preserve: bool, trained: bool) -> torch.nn.Parameter:
     """The parameter that takes the place of `weight`, with its attributes."""
     with torch.no_grad():
+        if not preserve:
+            start_scales(runtime, weight.detach())
         t = quantize(runtime, weight.detach(), weight.dtype, trained=trained)
     t._stale.preserve = preserve
     if preserve and not weight.is_meta:

@@ -69,7 +69,7 @@ def test_p28_parameters_are_hybrid_tensors_of_the_same_initial_values(fmt):
     assert torch.equal(module.bias, plain.bias)
     if "sr" not in fmt:
         row, col = plain.plan.quantize("weight", plain.weight.detach(), rowwise=True, columnwise=True,
-                                       state=plain.hq.weight_states())  # fmt: skip
+                                       state=module.hq.weight_states())  # fmt: skip
         assert equal(weight.rowwise, row) and equal(weight.columnwise, col)
 
 
@@ -264,6 +264,7 @@ def test_a_loaded_value_is_where_masters_start():
 def test_copies_moves_and_pickles_keep_the_module_s_scales():
     """A delayed weight can be written after a deepcopy, a move and a pickle: its owner knows the scale."""
     module = linear(uniform(DELAYED))
+    own = module.hq.weight_rowwise_scale.clone()
     module.weight.partition_dim = 1
     file = io.BytesIO()
     torch.save(module, file)
@@ -275,7 +276,7 @@ def test_copies_moves_and_pickles_keep_the_module_s_scales():
         other.hq.weight_rowwise_scale.fill_(64.0)
         with torch.no_grad():
             other.weight.copy_(torch.ones(N, K))
-        assert other.weight.rowwise.scale == 1 / 64 and module.hq.weight_rowwise_scale == 1
+        assert other.weight.rowwise.scale == 1 / 64 and module.hq.weight_rowwise_scale == own
     del module.weight.partition_dim
     torch.save(module.weight, file := io.BytesIO())
     file.seek(0)
@@ -344,3 +345,46 @@ def test_weights_of_an_ordinary_model_do_not_become_quantized_by_a_switch():
     module = linear("mxfp8")
     with pytest.raises(PlanError, match="made in high precision.*quantized_model_init"):
         mh.prepare(module, uniform("mxfp8_e4m3"))
+
+
+def decoded(module):
+    return module.weight.detach().dequantize(dtype=torch.float32)
+
+
+@pytest.mark.parametrize("element", ["e4m3", "e5m2"])
+def test_delayed_scales_fit_a_value_that_nothing_else_keeps(element):
+    """Created, loaded or copied into: as exact as under current scaling, never lost at a scale of 1 or clipped."""
+    delayed, current = (linear(uniform(f"fp8_{kind}_{element}")) for kind in ("delayed", "current"))
+
+    def assert_as_current(factor):
+        found, best = decoded(delayed), decoded(current)
+        assert torch.equal(found, best) and found.abs().max() > 0, factor
+
+    assert_as_current(0)
+    plain = linear(high(uniform("mxfp8_e4m3")))
+    for factor in (2.0**12, 2.0**4):  # larger than the first value by far, which clips
+        fresh = torch.randn(N, K, generator=torch.Generator().manual_seed(3)).bfloat16() * factor
+        with torch.no_grad():
+            plain.weight.copy_(fresh)
+        delayed, current = (linear(uniform(f"fp8_{kind}_{element}")) for kind in ("delayed", "current"))
+        for module in (delayed, current):
+            module.load_state_dict(plain.state_dict(), strict=False)
+        assert_as_current(factor)
+    for module in (delayed, current):
+        with torch.no_grad():
+            module.weight.copy_(torch.full((N, K), 2.0**20))
+    assert_as_current("copy")
+
+
+def test_delayed_scales_of_a_file_stay():
+    """A load with scales gives the saved bytes, whatever they make of the value; so does one with preserved values."""
+    saved = linear(uniform("fp8_delayed_e4m3:history=2"))
+    control, optimizer = mh.prepare(saved), mh.FusedAdam(saved.parameters(), lr=0.1)
+    for step in range(1, 4):
+        step_of(saved, optimizer, control, step)
+    again = linear(uniform("fp8_delayed_e4m3:history=2"), seed=4)
+    again.load_state_dict(saved.state_dict())
+    assert same_bytes(saved.weight, again.weight)
+    with mh.quantized_model_init("fp8_delayed", preserve_high_precision_init_val=True):
+        kept = linear(None)
+    assert kept.hq.weight_states()[0].scale == 1
