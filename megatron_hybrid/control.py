@@ -15,7 +15,7 @@ Megatron's training calls the same object through its hooks.
 from __future__ import annotations
 
 import logging
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
@@ -23,6 +23,7 @@ import torch
 from .consumer import bind_outputs
 from .distributed.amax import start_max
 from .linear import WeightCache
+from .plan import describe_runs
 from .recipe import Recipe
 from .recipe_callable import as_recipe
 from .roles import ModuleRole
@@ -146,9 +147,7 @@ class Controller:
 
     def _runs(self) -> str:
         """How many gemms run as what now."""
-        plans = (plan for runtime in self.runtimes for plan in runtime.plans())
-        kinds = Counter(step.runs for plan in plans for step in plan.steps().values())
-        return "gemms: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        return describe_runs(plan for runtime in self.runtimes for plan in runtime.plans())
 
 
 def _reduce_amaxes(runtimes: list[LinearRuntime], groups) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .formats import DIRECTIONS, parse_format
 from .gemm import BACKENDS, OPERANDS, DeviceKind, GemmPair
 from .model_shape import LinearShape
-from .plan import INPUT, WEIGHT, GemmPlan, describe_operands
+from .plan import INPUT, WEIGHT, GemmPlan, describe_operands, describe_runs
 from .runtime import LinearRuntime
 
 
@@ -96,12 +96,7 @@ def _bytes_cells(plan: GemmPlan, gemm: str, kept: str | None, shape: LinearShape
 
 
 def _totals(plans) -> str:
-    counts: dict[str, int] = {}
-    for _, plan in plans:
-        for step in plan.steps().values():
-            counts[step.runs] = counts.get(step.runs, 0) + 1
-    gemms = ", ".join(f"{n} {kind}" for kind, n in sorted(counts.items()))
-    return f"{len(plans)} linears; gemms: {gemms or 'none'}"
+    return f"{len(plans)} linears; {describe_runs(plan for _, plan in plans)}"
 
 
 def _byte_totals(plans, shapes) -> tuple[str, ...]:

@@ -245,6 +245,11 @@ class Format:
         return (-self.bits, block[0] * block[1])
 
 
+def shares_codes(row: Format, column: Format) -> bool:
+    """Whether both directions of a tensor hold the same codes and scales, so that one is the other in another layout."""
+    return row == column and (row.is_per_tensor or row.tile) and not row.sr
+
+
 def format_names() -> list[str]:
     """Every valid name without options."""
     return [f"{f.name}_{e}" if len(f.elements) > 1 else f.name for f in FAMILIES.values() for e in (f.elements or ("",))]

@@ -150,17 +150,14 @@ class LinearCall:
         if not (rowwise or columnwise):
             return lambda: (None, None)
         pair = self.plan.quantizers[operand].outer_amaxes(as_matrix(x), rowwise, columnwise)
-        own = [a for a in pair if a is not None]
+        own = {id(a): a for a in pair if a is not None}  # one that both directions share goes once
         if not own:
             return lambda: pair
-        if len(own) == 2 and own[0] is own[1]:
-            own.pop()
-        wait = self.comm.start_max(own)
+        wait = self.comm.start_max(list(own.values()))
 
         def finish():
-            found = iter(wait())
-            first = next(found, None)
-            return tuple(None if a is None else first if a is own[0] else next(found) for a in pair)
+            found = dict(zip(own, wait()))
+            return tuple(found.get(id(a)) for a in pair)
 
         return finish
 

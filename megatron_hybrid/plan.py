@@ -86,6 +86,7 @@ class GemmPlan:
     reduced     operand -> (rowwise, columnwise): whether its outer amaxes are max-reduced over the ranks before a cast
     calls       counts of GEMMs run, by (gemm, backend name); for tests and reports. Compiled code does not count.
     gathers     counts of gathers run, by (operand, direction, what travelled: sharding.py's words)
+    uses_rng    whether any operand rounds stochastically
     """
 
     name: str
@@ -99,6 +100,10 @@ class GemmPlan:
     reduced: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     calls: Counter = field(default_factory=Counter, compare=False)
     gathers: Counter = field(default_factory=Counter, compare=False)
+    uses_rng: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "uses_rng", any(f.sr for q in self.quantizers.values() for f in q.formats()))
 
     @functools.cached_property
     def lean(self) -> LeanCasts | None:
@@ -139,11 +144,6 @@ class GemmPlan:
     def steps(self) -> dict[str, GemmStep]:
         """The three gemms by name."""
         return {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
-
-    @property
-    def uses_rng(self) -> bool:
-        """Whether any operand rounds stochastically."""
-        return any(f.sr for q in self.quantizers.values() for f in q.formats())
 
     def alignment(self, dimension: str) -> int:
         """The multiple of dimension ``M``, ``N`` or ``K`` at which no gemm of this module pads anything."""
@@ -199,6 +199,12 @@ class GemmPlan:
     def label(self) -> str:
         """The module as messages name it."""
         return module_label(self.name)
+
+
+def describe_runs(plans) -> str:
+    """How many gemms of some plans run as what: ``gemms: 4 emulated, 2 native``."""
+    counts = Counter(step.runs for plan in plans for step in plan.steps().values())
+    return "gemms: " + (", ".join(f"{n} {kind}" for kind, n in sorted(counts.items())) or "none")
 
 
 def module_label(name: str) -> str:

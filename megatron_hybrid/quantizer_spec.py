@@ -16,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .formats import HIGH_PRECISION, Format
+from .formats import HIGH_PRECISION, Format, shares_codes
 from .roles import OPERANDS, ModuleRole
 
 # operands A and B of each gemm
@@ -141,7 +141,7 @@ class ModuleQuant:
         row, column, source = self.quantizer(operand)
         if source == ROWWISE_DEQUANTIZED or not row.is_quantized:
             return True
-        return row == column and (row.is_per_tensor or row.tile) and not row.sr
+        return shares_codes(row, column)
 
     def lone_rht(self) -> str | None:
         """The first gemm with a Hadamard transform on one operand only (its product would be wrong), or None."""

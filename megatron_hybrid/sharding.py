@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .formats import COLUMNWISE, ROWWISE, Format
+from .formats import COLUMNWISE, ROWWISE, Format, shares_codes
 
 ROWS, COLUMNS = 0, 1  # dimensions of the logical (M, K)
 
@@ -72,8 +72,8 @@ HIGH_PRECISION = "high precision"  # a block lies across a bound: the tensor tra
 
 
 def same_codes(row: Format, col: Format) -> bool:
-    """Whether both directions hold the same codes and scales, so that one is the other in another layout."""
-    return row == col and not (row.sr or row.is_stateful or row.rht) and (row.is_per_tensor or row.tile)
+    """Whether one direction's payload serves as the other's, in another layout, at every time."""
+    return shares_codes(row, col) and not row.is_stateful
 
 
 def row_gather(quantizer, rows: int) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from .. import kernels
-from ..formats import COLUMNWISE, DIRECTIONS, ROWWISE
+from ..formats import COLUMNWISE, DIRECTIONS, ROWWISE, shares_codes
 from ..scaling import Rng
 from ..storage import QuantizedStorage, cast_into
 from ..tensor import HybridTensor
@@ -27,16 +27,15 @@ from .shard_map import Grid, grids, window_rows
 HIGH_PRECISION, BOTH = "high_precision", "both"
 
 
-def shares_codes(t: HybridTensor) -> bool:
-    """Whether the column held has the codes and scales of the row: one format with per-tensor or tile scales."""
-    row, column = t.quantizer.formats()
+def copies_row(t: HybridTensor) -> bool:
+    """Whether the column held has the codes and scales of the row."""
     both = t.rowwise is not None and t.columnwise is not None and not t.quantizer.derives_columnwise
-    return both and row == column and (row.is_per_tensor or row.tile) and not row.sr
+    return both and shares_codes(*t.quantizer.formats())
 
 
 def derivable(t: HybridTensor) -> bool:
     """Whether the column's bytes follow from the row's."""
-    return t.quantizer.derives_columnwise or shares_codes(t)
+    return t.quantizer.derives_columnwise or copies_row(t)
 
 
 def gathered(t: HybridTensor, gather: str) -> list[QuantizedStorage]:
@@ -215,7 +214,7 @@ class ShardedWeights:
         outer = next((amaxes[x.start : x.stop].view(x.shape) for x in slots if x.row is None), None)
         state = None if keys["state"] is None else keys["state"][DIRECTIONS.index(s.direction)]
         if state is not None:
-            states = keys["state"] if shares_codes(self.params[i]) else [state]
+            states = keys["state"] if copies_row(self.params[i]) else [state]
             for recording in states:
                 recording.record(outer)  # also on ranks that own nothing of it
             state = state.frozen()
