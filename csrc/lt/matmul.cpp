@@ -9,6 +9,7 @@
 
 #include <array>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -20,7 +21,9 @@ struct Library {
   decltype(&cublasLtCreate) create;
   decltype(&cublasLtMatmulDescCreate) desc_create;
   decltype(&cublasLtMatmulDescSetAttribute) desc_set;
+  decltype(&cublasLtMatmulDescDestroy) desc_destroy;
   decltype(&cublasLtMatrixLayoutCreate) layout_create;
+  decltype(&cublasLtMatrixLayoutDestroy) layout_destroy;
   decltype(&cublasLtMatmulPreferenceCreate) preference_create;
   decltype(&cublasLtMatmulPreferenceSetAttribute) preference_set;
   decltype(&cublasLtMatmulPreferenceDestroy) preference_destroy;
@@ -45,7 +48,9 @@ size_t load(const std::string& name) {
   find(handle, "cublasLtCreate", lib.create);
   find(handle, "cublasLtMatmulDescCreate", lib.desc_create);
   find(handle, "cublasLtMatmulDescSetAttribute", lib.desc_set);
+  find(handle, "cublasLtMatmulDescDestroy", lib.desc_destroy);
   find(handle, "cublasLtMatrixLayoutCreate", lib.layout_create);
+  find(handle, "cublasLtMatrixLayoutDestroy", lib.layout_destroy);
   find(handle, "cublasLtMatmulPreferenceCreate", lib.preference_create);
   find(handle, "cublasLtMatmulPreferenceSetAttribute", lib.preference_set);
   find(handle, "cublasLtMatmulPreferenceDestroy", lib.preference_destroy);
@@ -61,9 +66,18 @@ enum Field { kDevice, kRowsA, kRowsB, kK, kTypeA, kTypeB, kTypeOut, kModeA, kMod
 using Problem = std::array<int64_t, kFields>;
 
 struct Prepared {
-  cublasLtMatmulDesc_t desc;
-  cublasLtMatrixLayout_t a, b, out;
-  cublasLtMatmulAlgo_t algo;
+  cublasLtMatmulDesc_t desc = nullptr;
+  cublasLtMatrixLayout_t a = nullptr, b = nullptr, out = nullptr;
+  cublasLtMatmulAlgo_t algo{};
+
+  Prepared() = default;
+  Prepared(const Prepared&) = delete;
+  Prepared& operator=(const Prepared&) = delete;
+  ~Prepared() {
+    if (desc) lib.desc_destroy(desc);
+    for (auto layout : {a, b, out})
+      if (layout) lib.layout_destroy(layout);
+  }
 };
 
 std::string describe(const Problem& p) {
@@ -98,8 +112,7 @@ cublasLtHandle_t handle(const Problem& p) {
   return h;
 }
 
-cublasLtMatmulDesc_t make_desc(const Problem& p) {
-  cublasLtMatmulDesc_t desc;
+void make_desc(cublasLtMatmulDesc_t& desc, const Problem& p) {
   check(lib.desc_create(&desc, CUBLAS_COMPUTE_32F, CUDA_R_32F), "a descriptor", p);
   set(desc, CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T, p);
   set(desc, CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N, p);
@@ -107,12 +120,10 @@ cublasLtMatmulDesc_t make_desc(const Problem& p) {
   if (p[kModeB] != kNoScale) set(desc, CUBLASLT_MATMUL_DESC_A_SCALE_MODE, static_cast<int32_t>(p[kModeB]), p);
   if (p[kFast]) set(desc, CUBLASLT_MATMUL_DESC_FAST_ACCUM, static_cast<int8_t>(1), p);
   if (p[kFactor]) set(desc, CUBLASLT_MATMUL_DESC_POINTER_MODE, static_cast<int32_t>(CUBLASLT_POINTER_MODE_DEVICE), p);
-  return desc;
 }
 
-Prepared prepare(const Problem& p, const void* scale_a, const void* scale_b) {
-  Prepared made{};
-  made.desc = make_desc(p);
+void prepare(Prepared& made, const Problem& p, const void* scale_a, const void* scale_b) {
+  make_desc(made.desc, p);
   set_scales(made.desc, scale_a, scale_b, p);
   const auto type = [&](Field f) { return static_cast<cudaDataType_t>(p[f]); };
   check(lib.layout_create(&made.a, type(kTypeB), p[kK], p[kRowsB], p[kK]), "a layout", p);
@@ -135,7 +146,18 @@ Prepared prepare(const Problem& p, const void* scale_a, const void* scale_b) {
   lib.preference_destroy(preference);
   check(count ? status : CUBLAS_STATUS_NOT_SUPPORTED, "the search for an algorithm", p);
   made.algo = found.algo;
-  return made;
+}
+
+constexpr size_t kMostKnown = 4096;  // problems; sizes that follow the tokens of an expert would never end
+
+const Prepared& prepared(const Problem& p, const void* scale_a, const void* scale_b) {
+  static auto& known = *new std::map<Problem, std::unique_ptr<Prepared>>;  // outlives the library at exit
+  auto it = known.find(p);
+  if (it != known.end()) return *it->second;
+  auto made = std::make_unique<Prepared>();
+  prepare(*made, p, scale_a, scale_b);
+  if (known.size() >= kMostKnown) known.clear();
+  return *known.emplace(p, std::move(made)).first->second;
 }
 
 int64_t alignment(uintptr_t address) {
@@ -148,13 +170,10 @@ void matmul(uintptr_t a, uintptr_t b, uintptr_t out, int64_t rows_a, int64_t row
             int type_out, int mode_a, int mode_b, uintptr_t scale_a, uintptr_t scale_b, bool fast, bool add,
             uintptr_t factor, uintptr_t constants, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream,
             int device) {
-  static std::map<Problem, Prepared> known;
   const Problem p{device, rows_a, rows_b, k, type_a, type_b, type_out, mode_a, mode_b, fast, add, factor != 0,
                   alignment(a), alignment(b), alignment(out), workspace_bytes};
   const auto pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
-  auto it = known.find(p);
-  if (it == known.end()) it = known.emplace(p, prepare(p, pointer(scale_a), pointer(scale_b))).first;
-  const Prepared& ready = it->second;
+  const Prepared& ready = prepared(p, pointer(scale_a), pointer(scale_b));
   set_scales(ready.desc, pointer(scale_a), pointer(scale_b), p);
   const float one = 1.0f, beta = add ? 1.0f : 0.0f;
   const void* alpha = factor ? pointer(factor) : static_cast<const void*>(&one);

@@ -159,3 +159,17 @@ def test_a_linear_runs_its_three_gemms_natively(name):
     assert layer.plan.counts() == {"native": 3}
     for t in (y, x.grad, layer.weight.grad):
         assert torch.isfinite(t).all() and t.abs().sum() > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and cublaslt.library() is None, reason="built without cuBLASLt")
+def test_more_shapes_than_are_remembered():
+    """Past the bound the plans are made anew; products before and after are right, into an FP32 sum too."""
+    a = torch.randint(-4, 5, (8 * 4200, 16), device="cuda").bfloat16()
+    b = torch.randint(-4, 5, (8, 16), device="cuda").bfloat16()
+    expected, types = a.float() @ b.float().T, (torch.bfloat16, torch.bfloat16)
+    assert cublaslt.takes(a, b)
+    for blocks in (*range(1, 4200), 1, 2):
+        out = torch.zeros(8 * blocks, 8, device="cuda")
+        cublaslt.multiply(a[: 8 * blocks], b, out, dtypes=types, add=True)
+        if blocks < 3 or blocks > 4190:
+            assert torch.equal(out, expected[: 8 * blocks]), blocks
