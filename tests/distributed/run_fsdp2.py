@@ -12,7 +12,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from checks import run_checks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -326,27 +328,49 @@ def check_refusals():
     train(model, ctl, sgd(model), steps=1)
 
 
-def check_checkpoint_across_layouts():
-    """P50: files hold plain high-precision tensors; saved by four ranks, loaded by two, the next step is the same."""
-    import torch.distributed.checkpoint as dcp
+def training_state(model, optimizer) -> dict:
+    """Of the model and of the optimizer, both by name, as checkpoints hold them."""
+    weights, moments = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": moments}
 
-    folder = Path(sys.argv[1]) / "dcp"
-    recipe = weight_recipe("mxfp8_e4m3", "nvfp4")
-    model, ctl, _ = build(recipe)
-    optimizer = sgd(model)
-    train(model, ctl, optimizer, steps=2)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    whole = {k: full(v).clone() for k, v in model.state_dict().items()}
+
+def check_checkpoint_across_layouts():
+    """P50: files hold plain high-precision tensors; from four ranks to two and from two to four, AdamW's moments too, the
+
+    next outputs are the same.
+    """
+    recipe, four = weight_recipe("mxfp8_e4m3", "nvfp4"), init_device_mesh("cpu", (WORLD,))
     pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
-    loaded, ctl2, gathers = build(recipe, mesh=pairs, seed=2)
-    loaded_state = loaded.state_dict()
-    dcp.load({"model": loaded_state}, checkpoint_id=folder, process_group=pairs.get_group())
-    for k, v in loaded.state_dict().items():
-        assert torch.equal(full(v), whole[k]), k
-    ctl2.begin_step(3)
-    ctl.begin_step(3)
-    with torch.no_grad():
-        assert torch.equal(loaded(batch(3, 0, rank=0)), model(batch(3, 0, rank=0)))
+    for name, source, target in (("4 to 2", four, pairs), ("2 to 4", pairs, four)):
+        folder = Path(sys.argv[1]) / f"dcp {name}"
+        model, ctl, _ = build(recipe, mesh=source)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in (1, 2):
+            ctl.begin_step(step)
+            model(batch(step, 0, rank=source.get_local_rank())).square().sum().backward()  # copies get the same
+            optimizer.step()
+            optimizer.zero_grad()
+        state = training_state(model, optimizer)
+        if source is four or dist.get_rank() < 2:
+            dcp.save(state, checkpoint_id=folder, process_group=source.get_group())
+        dist.barrier()
+        loaded, ctl2, _ = build(recipe, mesh=target, seed=2)
+        optimizer2 = torch.optim.AdamW(loaded.parameters(), lr=0.01)
+        found = training_state(loaded, optimizer2)
+        dcp.load(found, checkpoint_id=folder, process_group=target.get_group())
+        set_state_dict(loaded, optimizer2, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
+        moments = [
+            [full(state) for p in m.parameters() for state in o.state[p].values()]
+            for m, o in ((model, optimizer), (loaded, optimizer2))
+        ]
+        assert len(moments[0]) == 3 * len(list(model.parameters()))
+        weights = [[full(p) for p in m.parameters()] for m in (model, loaded)]
+        for a, b in (*zip(*moments, strict=True), *zip(*weights, strict=True)):
+            assert torch.equal(a, b), name
+        for control in (ctl, ctl2):
+            control.begin_step(3)
+        with torch.no_grad():
+            assert torch.equal(loaded(batch(3, 0, rank=0)), model(batch(3, 0, rank=0))), name
 
 
 def main() -> None:
