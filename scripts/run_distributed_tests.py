@@ -1,7 +1,7 @@
 """The distributed checks on this machine's ranks, and a table of what ran; started by run_distributed_tests.sh.
 
 Each suite is one torchrun of a worker from tests/distributed that writes FOLDER/<rank>.json, a dict of check -> error
-or None. Workers that train through Megatron run on gloo alone: they use the CPU stand-in.
+or None.
 """
 
 from __future__ import annotations
@@ -43,10 +43,13 @@ class Suite:
         return None if (WORKERS / self.worker).is_file() else f"no {self.worker} in tests/distributed"
 
 
+WORKER = ("{out}", "--backend", "{backend}")
 SUITES = (
     Suite("tensor and sequence parallel linears", "run_tp.py", ("--backend", "{backend}", "--out", "{out}")),
-    Suite("Megatron's modules", "run_mcore_model.py", ("{out}",), backends=("gloo",), ranks=(2,)),
-    Suite("FSDP2", "run_fsdp2.py", ("{out}",), backends=("gloo",), ranks=(4,)),
+    Suite("Megatron's modules", "run_mcore_model.py", WORKER, backends=("gloo",), ranks=(2,)),
+    Suite("quantized weights in the distributed optimizer", "run_param_gather.py", WORKER, ranks=(2, 4)),
+    Suite("FSDP2", "run_fsdp2.py", WORKER, ranks=(2, 4)),
+    Suite("fused parts of a model", "run_fused_parts.py", WORKER, backends=("nccl",), ranks=(2,)),
 )
 
 

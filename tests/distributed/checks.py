@@ -1,12 +1,17 @@
 """A worker's checks on its ranks, and their outcome for the tests that started it.
 
-A worker calls `run_checks` on what it defines; a test launches it with `run_worker`, once a module, and asserts each
-check by its name with `assert_passed`.
+A worker calls `start` and `run_checks` on what it defines; a test launches it with `run_worker`, once a module, and
+asserts each check by its name with `assert_passed`.
+
+    torchrun --nproc-per-node 2 run_something.py FOLDER [--backend gloo|nccl] [--only CHECK ...]
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
+import os
 import re
 import traceback
 from pathlib import Path
@@ -16,13 +21,39 @@ from launch import torchrun
 PREFIX = "check_"
 
 
-def run_checks(folder, *namespaces: dict, leave_out=(), only=()) -> None:
+@functools.cache
+def arguments() -> argparse.Namespace:
+    """A worker's command line."""
+    parser = argparse.ArgumentParser(description="Checks on the ranks of torchrun.")
+    parser.add_argument("folder", type=Path, help="rank r writes FOLDER/<r>.json, check -> traceback or null")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl: a GPU a rank")
+    parser.add_argument("--only", nargs="*", default=[], metavar="CHECK")
+    return parser.parse_args()
+
+
+def start(threads: int | None = None):
+    """The process group of all ranks. Tensors are made on this rank's device, which is returned, from now on."""
+    import torch
+
+    backend = arguments().backend
+    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_default_device(device)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    torch.distributed.init_process_group(backend, **({} if device.type == "cpu" else {"device_id": device}))
+    return device
+
+
+def run_checks(*namespaces: dict, leave_out=()) -> None:
     """Call every ``check_*`` function of the namespaces on this rank; FOLDER/<rank>.json: check -> traceback or None.
 
-    leave_out: names of functions that are no checks. only: names without the prefix; all, when empty.
+    leave_out: names of functions that are no checks, or not for these ranks.
     """
     import torch.distributed as dist
 
+    folder, only = arguments().folder, arguments().only
     errors = {}
     for name, check in [item for namespace in namespaces for item in namespace.items()]:
         short = name.removeprefix(PREFIX)

@@ -1,13 +1,16 @@
-"""What the checks of the Megatron modules share. Importing it installs the CPU stand-in, then imports Megatron."""
+"""What the checks of the Megatron modules share. Importing it installs the CPU stand-in where the worker runs on CPUs,
+then imports Megatron."""
 
 from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from checks import arguments
 
 from megatron_hybrid.patches import cpu_device
 
-cpu_device.install()
+if arguments().backend == "gloo":
+    cpu_device.install()
 
 from megatron.core import mpu, tensor_parallel  # noqa: E402
 from megatron.core.process_groups_config import ProcessGroupCollection  # noqa: E402
@@ -99,8 +102,13 @@ def rank() -> int:
     return dist.get_rank()
 
 
+def drawn(draw, *args, seed=0) -> torch.Tensor:
+    """``draw(*args)`` with this seed, of the same values on every device."""
+    return draw(*args, generator=torch.Generator().manual_seed(seed), device="cpu").to(torch.get_default_device())
+
+
 def bf16(*shape, seed=0) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return drawn(torch.randn, *shape, seed=seed).bfloat16()
 
 
 def summed(x: torch.Tensor) -> torch.Tensor:
@@ -114,6 +122,6 @@ def shard(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def losses(model) -> torch.Tensor:
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(3))
+    tokens = drawn(torch.randint, 0, VOCAB, (B, S), seed=3)
     positions = torch.arange(S).expand(B, S)
     return model(tokens, positions, None, labels=tokens.roll(-1, 1))

@@ -1,19 +1,15 @@
-"""FSDP2 with payload gathers against FSDP2 without and against one rank, four CPU ranks, all in one launch.
-
-torchrun ... run_fsdp2.py FOLDER: rank r writes FOLDER/r.json, check -> error or None.
-"""
+"""FSDP2 with payload gathers against FSDP2 without and against one rank, four ranks or two, all in one launch."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import sys
-from pathlib import Path
+import os
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checks import run_checks
+from checks import arguments, run_checks, start
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -22,7 +18,9 @@ from tp_cases import on_the_wire
 
 import megatron_hybrid as mh
 
-WORLD = 4
+WORLD = int(os.environ["WORLD_SIZE"])
+DEVICE = "cpu" if arguments().backend == "gloo" else "cuda"
+FOR_FOUR = ("check_hybrid_sharding", "check_checkpoint_across_layouts")
 SIZES = (64, 96, 130, 6)  # shards of 24 rows (cut every block), of 33 and 31 rows, of 2 rows and none
 PAIRS = [
     ("mxfp8_e4m3", "nvfp4", "original"),
@@ -71,7 +69,7 @@ def build(recipe, *, gather=True, reshard=True, mesh=None, recompute=False, poli
     """(model, controller, gathers), the gathers' None without; skips: the recipe leaves nothing to gather."""
     torch.manual_seed(seed)
     model = Model(recompute)
-    mesh = mesh or init_device_mesh("cpu", (WORLD,))
+    mesh = mesh or init_device_mesh(DEVICE, (WORLD,))
     options = dict(mesh=mesh, reshard_after_forward=reshard, **({"mp_policy": policy} if policy else {}))
     for layer in model.layers:
         fully_shard(layer, **options)
@@ -84,7 +82,7 @@ def build(recipe, *, gather=True, reshard=True, mesh=None, recompute=False, poli
 
 def batch(step, micro, rank=None):
     generator = torch.Generator().manual_seed(1000 * step + 10 * micro + (dist.get_rank() if rank is None else rank))
-    return torch.randn(8, SIZES[0], generator=generator)
+    return torch.randn(8, SIZES[0], generator=generator, device="cpu").to(DEVICE)
 
 
 def full(p):
@@ -200,7 +198,7 @@ def check_evaluation_records_no_amaxes():
 
 def check_hybrid_sharding():
     """HSDP: two replicas of two shards; equal to plain HSDP."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
     recipe = weight_recipe("nvfp4", "fp8_current_e4m3")
     plain = build(recipe, gather=False, mesh=mesh)
     expected = train(plain[0], plain[1], sgd(plain[0]))
@@ -224,7 +222,7 @@ def check_bytes_on_the_wire():
     """P62, P11: what travels is one direction's payload and scales, and the bias; and what the table says."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(mh.HybridLinear(256, 128, bias=False))
-    mesh = init_device_mesh("cpu", (WORLD,))
+    mesh = init_device_mesh(DEVICE, (WORLD,))
     fully_shard(model[0], mesh=mesh)
     fully_shard(model, mesh=mesh)  # the root itself does not reshard after forward
     ctl = mh.prepare(model, weight_recipe("mxfp8_e4m3", "nvfp4"))
@@ -276,10 +274,10 @@ def check_meta_device_and_switch():
     """Built on the meta device, sharded, then initialised; then a recipe with other formats."""
     model = Model(device="meta")
     for layer in model.layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
+        fully_shard(layer, mesh=init_device_mesh(DEVICE, (WORLD,)))
     ctl = mh.prepare(model, weight_recipe("mxfp8_e4m3", "nvfp4"), num_microbatches=2)
     raises("meta device", lambda: mh.gather_quantized(model, ctl))
-    model.to_empty(device="cpu")
+    model.to_empty(device=DEVICE)
     for layer in model.layers:
         torch.manual_seed(dist.get_rank())
         for p in layer.parameters():
@@ -295,8 +293,8 @@ def check_meta_device_and_switch():
 
     fresh = Model(device="meta")
     for layer in fresh.layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)))
-    fresh.to_empty(device="cpu")
+        fully_shard(layer, mesh=init_device_mesh(DEVICE, (WORLD,)))
+    fresh.to_empty(device=DEVICE)
     for k, v in fresh.state_dict().items():
         v.to_local().copy_(saved[k])
     ctl = mh.prepare(fresh, other, num_microbatches=2)
@@ -318,9 +316,10 @@ def check_refusals():
     model = Model()
     ctl = mh.prepare(model, "mxfp8")
     raises("no quantized linear", lambda: mh.gather_quantized(model, ctl))
-    for layer in model.layers:
-        fully_shard(layer, mesh=init_device_mesh("cpu", (WORLD,)), reshard_after_forward=2)
-    raises("reshard_after_forward=<int>", lambda: mh.gather_quantized(model, ctl))
+    for layer in model.layers if WORLD > 2 else ():
+        fully_shard(layer, mesh=init_device_mesh(DEVICE, (WORLD,)), reshard_after_forward=2)
+    if WORLD > 2:
+        raises("reshard_after_forward=<int>", lambda: mh.gather_quantized(model, ctl))
     model, ctl, gathers = build(weight_recipe("mxfp8_e4m3", "nvfp4"))
     raises("begin_step", lambda: model(batch(0, 0)))
     model, ctl, gathers = build(weight_recipe("mxfp8_e4m3", "high_precision"), skips=True)
@@ -339,10 +338,10 @@ def check_checkpoint_across_layouts():
 
     next outputs are the same.
     """
-    recipe, four = weight_recipe("mxfp8_e4m3", "nvfp4"), init_device_mesh("cpu", (WORLD,))
-    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
+    recipe, four = weight_recipe("mxfp8_e4m3", "nvfp4"), init_device_mesh(DEVICE, (WORLD,))
+    pairs = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
     for name, source, target in (("4 to 2", four, pairs), ("2 to 4", pairs, four)):
-        folder = Path(sys.argv[1]) / f"dcp {name}"
+        folder = arguments().folder / f"dcp {name}"
         model, ctl, _ = build(recipe, mesh=source)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in (1, 2):
@@ -374,9 +373,8 @@ def check_checkpoint_across_layouts():
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    torch.set_num_threads(1)
-    run_checks(sys.argv[1], globals(), only=sys.argv[2:])
+    start(threads=1)
+    run_checks(globals(), leave_out=FOR_FOUR if WORLD < 4 else ())
     dist.destroy_process_group()
 
 

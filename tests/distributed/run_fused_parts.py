@@ -1,16 +1,14 @@
-"""Checks of a model on fused kernels against the same model on plain torch, on two CPU ranks, all in one launch.
+"""Checks of a model on fused kernels against the same model on plain torch, on two ranks, all in one launch.
 
-TRITON_INTERPRET=1 torchrun ... run_fused_parts.py FOLDER: rank r writes FOLDER/r.json, check -> error or None.
+On CPUs with TRITON_INTERPRET=1.
 """
 
 from __future__ import annotations
 
-import sys
-
 import torch
 import torch.distributed as dist
-from checks import run_checks
-from mcore_model_common import MIXED, VOCAB, B, S, build, config, losses, parallel, rank, shard
+from checks import run_checks, start
+from mcore_model_common import MIXED, VOCAB, B, S, build, config, drawn, losses, parallel, rank, shard
 from megatron.core import mpu
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
@@ -113,15 +111,15 @@ def check_choice():
 def check_loss_over_ranks():
     """Each rank holds half of the vocabulary; loss and gradient are those of the whole."""
     parallel(tp=2)
-    whole = 5 * torch.randn(S, B, VOCAB, generator=torch.Generator().manual_seed(1))
+    whole = 5 * drawn(torch.randn, S, B, VOCAB, seed=1)
     whole[0, 0, : VOCAB // 2] -= 400  # a rank whose largest logit is far below the other's
-    target = torch.randint(0, VOCAB, (S, B), generator=torch.Generator().manual_seed(2))
+    target = drawn(torch.randint, 0, VOCAB, (S, B), seed=2)
     target[0, 0] = VOCAB - 1
     mine = shard(whole, -1).requires_grad_()
     loss = cross_entropy(mine * 1, target, mpu.get_tensor_model_parallel_group())
     wide = whole.double().requires_grad_()
     exact = torch.nn.functional.cross_entropy(wide.flatten(0, 1), target.flatten(), reduction="none").view(S, B)
-    weight = torch.rand(S, B, generator=torch.Generator().manual_seed(3))
+    weight = drawn(torch.rand, S, B, seed=3)
     loss.backward(weight)
     exact.backward(weight.double())
     assert (loss - exact).abs().max() <= 64 * 2.0**-24 * whole.abs().max()
@@ -129,8 +127,8 @@ def check_loss_over_ranks():
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
-    run_checks(sys.argv[1], globals(), leave_out={"check_close"})
+    start()
+    run_checks(globals(), leave_out={"check_close"})
     dist.destroy_process_group()
 
 

@@ -1,17 +1,12 @@
-"""Checks of the Megatron modules on two CPU ranks, all in one launch.
-
-torchrun ... run_mcore_model.py FOLDER: rank r writes FOLDER/r.json, a dict of check -> error or None.
-"""
+"""Checks of the Megatron modules on two ranks, all in one launch."""
 
 from __future__ import annotations
-
-import sys
 
 import mcore_model_experts
 import mcore_model_steps
 import torch
 import torch.distributed as dist
-from checks import run_checks
+from checks import run_checks, start
 from mcore_model_common import (
     LAYERS, MIXED, VOCAB, B, F, H, S, bf16, build, config, linear, losses, mpu, parallel, rank, shard,
 )  # fmt: skip
@@ -43,8 +38,8 @@ def whole_weight(module, dim: int) -> torch.Tensor:
 def on_one_rank(module, x, weight, dy):
     """(y, dx, dw) of the whole tensors under the module's recipe."""
     x = x.detach().clone().requires_grad_()
-    runtime = LinearRuntime(module.hq.recipe, module.hq.role, "cpu")
-    y = hybrid_linear(x, weight, None, runtime.call(torch.device("cpu"), LOCAL, training=True))
+    runtime = LinearRuntime(module.hq.recipe, module.hq.role, x.device)
+    y = hybrid_linear(x, weight, None, runtime.call(x.device, LOCAL, training=True))
     y.backward(dy)
     return y, x.grad, weight.grad
 
@@ -373,9 +368,9 @@ def check_checkpoint_keys():
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    start()
     namespaces = globals(), vars(mcore_model_steps), vars(mcore_model_experts)
-    run_checks(sys.argv[1], *namespaces, leave_out={"check_column"})
+    run_checks(*namespaces, leave_out={"check_column"})
     dist.destroy_process_group()
 
 

@@ -1,17 +1,14 @@
-"""Checks of quantized weights whose masters are split among ranks: gloo collectives, and Megatron's optimizer.
-
-torchrun ... run_param_gather.py FOLDER on 4 ranks: rank r writes FOLDER/r.json, a dict of check -> error or None.
-"""
+"""Checks of quantized weights whose masters are split among ranks, 4 or 2: real collectives, and Megatron's optimizer."""
 
 from __future__ import annotations
 
 import dataclasses
-import sys
+import os
 
 import torch
 import torch.distributed as dist
-from checks import run_checks
-from mcore_model_common import VOCAB, B, S, build, mpu, parallel, rank
+from checks import run_checks, start
+from mcore_model_common import VOCAB, B, S, build, drawn, mpu, parallel, rank
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -24,6 +21,7 @@ from megatron_hybrid.mcore.param_sync import GATHER
 from megatron_hybrid.storage_layout import equal
 
 STEPS = 100
+WORLD = int(os.environ["WORLD_SIZE"])
 # every kind of scale, both directions from the original, a derived column, E4M3 with E5M2
 PAIRS = [
     ("mxfp8_e4m3", "nvfp4", "original"), ("fp8_current_e4m3", "fp8_current_e5m2", "original"),
@@ -41,15 +39,15 @@ def recipe(chosen, **fields):
     return dataclasses.replace(base, **fields)
 
 
-def check_bytes_over_gloo_in_groups_of_2_3_and_4():
+def check_bytes_in_groups_of_2_3_and_4():
     """P52, P54: real collectives, a NaN on one rank, an empty share."""
-    for size in (2, 3, 4):
+    for size in range(2, WORLD + 1):
         group = dist.new_group(list(range(size)))
         if rank() >= size:
             continue
         for row, col, source in PAIRS:
             quantizer = mh.HybridQuantizer(row, col, source)
-            masters = [torch.randn(m, k, generator=torch.Generator().manual_seed(m)) for m, k in ((40, 72), (33, 17))]
+            masters = [drawn(torch.randn, m, k, seed=m) for m, k in ((40, 72), (33, 17))]
             masters[0][7, 3] = float("nan")
             params = [torch.nn.Parameter(quantizer.quantize(torch.zeros_like(m).bfloat16())) for m in masters]
             cuts = [[0, 577, 577, 1000, 40 * 72][-size - 1 :], [0, 1, 100, 350, 33 * 17][-size - 1 :]]
@@ -91,7 +89,7 @@ def step(run, i: int) -> float:
     hooks.controller.begin_step(i)
     model.zero_grad_buffer()
     optimizer.zero_grad()
-    tokens = torch.randint(0, VOCAB, (B, S), generator=torch.Generator().manual_seed(100 * (i % 7) + mpu.get_data_parallel_rank()))
+    tokens = drawn(torch.randint, 0, VOCAB, (B, S), seed=100 * (i % 7) + mpu.get_data_parallel_rank())
     loss = model(tokens, torch.arange(S).expand(B, S), None, labels=tokens.roll(-1, 1)).mean()
     loss.backward()
     model.finish_grad_sync()
@@ -156,7 +154,7 @@ def check_no_memory_for_a_parameter_buffer():
 
 
 def losses_of(chosen, steps: int, **ddp) -> list[float]:
-    run = training(chosen, tp=2, **ddp)
+    run = training(chosen, tp=WORLD // 2, **ddp)
     return [step(run, i) for i in range(1, steps + 1)]
 
 
@@ -212,7 +210,7 @@ def check_masters_of_a_fine_tuning_start_from_the_loaded_values():
     values = {}
     for n, p in run[0].named_parameters():
         if isinstance(p, mh.HybridTensor):
-            values[n] = torch.randn(p.shape, generator=torch.Generator().manual_seed(len(n))).bfloat16()
+            values[n] = drawn(torch.randn, p.shape, seed=len(n)).bfloat16()
             p.data.copy_(values[n])
     run[1].reload_model_params()
     masters = whole_masters(run[0])
@@ -249,9 +247,9 @@ def check_scales_over_tensor_parallel_ranks_are_of_the_whole_weight():
 
 
 def main() -> None:
-    dist.init_process_group("gloo")
+    start()
     patches.apply_all()
-    run_checks(sys.argv[1], globals())
+    run_checks(globals())
     assert mpu.model_parallel_is_initialized()
     dist.destroy_process_group()
 
