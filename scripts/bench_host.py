@@ -2,7 +2,9 @@
 
     python scripts/bench_host.py [--device cuda] [--tokens 16 --features 1024] [--json OUT]
 
-The device waits for the host at this size, so that wall time is host time; every round times each linear once, in turn.
+The device waits for the host at this size, so that wall time is host time; every round times each linear once, in turn,
+with the backward in autograd's own thread, as torch has it for CUDA tensors, and in the calling one
+(`torch.autograd.set_multithreading_enabled(False)`).
 On the CPU the kernels' time is in it too, and GEMMs are emulated: only what Python and torch's dispatch cost is alike.
 """
 
@@ -39,22 +41,24 @@ def step(layer, x, dy) -> None:
     layer(x).backward(dy)
 
 
-def host_us(found: dict, args) -> dict[str, float]:
+def host_us(found: dict, args) -> dict[tuple[str, bool], float]:
+    """Microseconds of (linear, whether its backward runs in autograd's thread)."""
     wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     g = torch.Generator().manual_seed(0)
     x, dy = (torch.randn(args.tokens, args.features, generator=g).to(args.device, torch.bfloat16) for _ in range(2))
     x.requires_grad_()
-    times = {name: [] for name in found}
+    times = {(name, threads): [] for threads in (True, False) for name in found}
     for r in range(args.rounds + 3):
-        for name, layer in found.items():
+        for (name, threads), seen in times.items():
             wait()
-            start = time.perf_counter()
-            for _ in range(args.calls):
-                step(layer, x, dy)
-            wait()
+            with torch.autograd.set_multithreading_enabled(threads):
+                start = time.perf_counter()
+                for _ in range(args.calls):
+                    step(found[name], x, dy)
+                wait()
             if r >= 3:
-                times[name].append((time.perf_counter() - start) / args.calls * 1e6)
-    return {name: median(t) for name, t in times.items()}
+                seen.append((time.perf_counter() - start) / args.calls * 1e6)
+    return {subject: median(t) for subject, t in times.items()}
 
 
 def main() -> None:
@@ -69,9 +73,15 @@ def main() -> None:
     parser.add_argument("--json", help="write rows, machine, versions and commit here")
     args = parser.parse_args()
     us = host_us(layers(args), args)
-    rows = [{"what": name, "us": t, "over_torch": t / us["torch"]} for name, t in us.items()]
-    cells = tuple((r["what"], f"{r['us']:.0f}", f"{r['over_torch']:.2f}") for r in rows)
-    print(Table(("linear", "us", "x torch"), cells, (f"{args.device}, {args.tokens} x {args.features}",)))
+    rows = [
+        {"what": name, "autograd_thread": threads, "us": t, "over_torch": t / us["torch", threads]}
+        for (name, threads), t in us.items()
+    ]
+    cells = tuple(
+        (r["what"], "autograd's" if r["autograd_thread"] else "caller's", f"{r['us']:.0f}", f"{r['over_torch']:.2f}")
+        for r in rows
+    )
+    print(Table(("linear", "backward's thread", "us", "x torch"), cells, (f"{args.device}, {args.tokens} x {args.features}",)))
     write_result(args.json, rows, device=args.device, tokens=args.tokens, features=args.features, commit=args.commit)
 
 
