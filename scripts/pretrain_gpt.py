@@ -119,7 +119,7 @@ def dataset_config(args):
         tokenizer=get_tokenizer(),
         blend=blend,
         blend_per_split=blend_per_split,
-        random_seed=args.seed,
+        random_seed=args.seed if args.hq_data_seed is None else args.hq_data_seed,
         sequence_length=args.seq_length,
         path_to_cache=args.data_cache_path,
         create_attention_mask=args.create_attention_mask_in_dataloader,

@@ -65,6 +65,12 @@ class HybridQuantConfig:
         False,
         "Norms, SwiGLU, rotary embedding and loss as Megatron has them in torch, also where the fused kernels could run.",
     )
+    hq_data_seed: int | None = _flag(
+        None,
+        "scripts/pretrain_gpt.py shuffles the data with this seed instead of --seed: runs that differ in their initial "
+        "weights read the same tokens in the same order.",
+        metavar="SEED",
+    )
     hq_demo_disable_attention: bool = _flag(False, argparse.SUPPRESS)
 
 
