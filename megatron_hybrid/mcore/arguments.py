@@ -65,6 +65,11 @@ class HybridQuantConfig:
         False,
         "Norms, SwiGLU, rotary embedding and loss as Megatron has them in torch, also where the fused kernels could run.",
     )
+    hq_backward_in_main_thread: bool = _flag(
+        False,
+        "Run backward in the thread that calls it, not in autograd's own (torch.autograd.set_multithreading_enabled): the "
+        "same bits, less host time where the host limits a step.",
+    )
     hq_data_seed: int | None = _flag(
         None,
         "scripts/pretrain_gpt.py shuffles the data with this seed instead of --seed: runs that differ in their initial "

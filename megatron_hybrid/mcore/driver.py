@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 
+import torch
+
 from ..control import Controller
 from ..distributed.amax import WeightAmaxes
 from ..patches.training_steps import DRIVER
@@ -139,6 +141,8 @@ def attach_in_run(chunks: list) -> list:
             _record_statistics(driver.controller, args)
             if getattr(args, "hq_switch_recipe", False):
                 driver.before_first.append(functools.partial(state.follow_recipe, args))
+            if getattr(args, "hq_backward_in_main_thread", False):
+                torch.autograd.set_multithreading_enabled(False)
             if args.use_torch_fsdp2:
                 driver.before_first += [functools.partial(fsdp.gather_payloads, chunk, args) for chunk in chunks]
             if getattr(args, "hq_check_nan", False):
