@@ -7,8 +7,6 @@ for it, so that the caller can put work in between.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from .formats import COLUMNWISE, ROWWISE
@@ -21,10 +19,9 @@ from .storage_layout import join_rows, relayout, row_dims
 
 def start_payload(comm, s: QuantizedStorage):
     """Start gathering the rows of a payload from all ranks, each with as many; `finish()` gives the whole payload."""
-    waiting = {
-        name: comm.start_gather(getattr(s, name).contiguous()) for name, dim in row_dims(s).items() if dim is not None
-    }
-    return lambda: join_rows(s, {name: wait() for name, wait in waiting.items()}, comm.size)
+    names = [name for name, dim in row_dims(s).items() if dim is not None]
+    wait = comm.start_gather(*(getattr(s, name).contiguous() for name in names))
+    return lambda: join_rows(s, dict(zip(names, wait())), comm.size)
 
 
 def start_input(call, x: torch.Tensor, keep: bool):
@@ -41,7 +38,7 @@ def start_input(call, x: torch.Tensor, keep: bool):
         wait = call.comm.start_gather(as_matrix(x).contiguous())
 
         def finish():
-            return call.cast(INPUT, wait(), rowwise=True, whole=True)[0]
+            return call.cast(INPUT, wait()[0], rowwise=True, whole=True)[0]
 
     return finish, {None: None, ROWWISE: own_row, COLUMNWISE: own_col, ORIGINAL: x}[kept]
 
@@ -61,7 +58,7 @@ def start_input_column(call, kept: torch.Tensor | QuantizedStorage):
         wait = start_payload(comm, call.cast(INPUT, kept, rowwise=True)[0])
         return lambda: call.columnwise(INPUT, wait(), whole=True)
     wait = comm.start_gather(as_matrix(kept).contiguous())
-    return lambda: call.columnwise(INPUT, wait(), whole=True)
+    return lambda: call.columnwise(INPUT, wait()[0], whole=True)
 
 
 def start_grad_output(call, dy: torch.Tensor, *, rowwise: bool, columnwise: bool, amax=None):
@@ -84,11 +81,11 @@ def start_grad_output(call, dy: torch.Tensor, *, rowwise: bool, columnwise: bool
     if (rowwise and get_row is None) or (columnwise and get_col is None and col != ROW_PAYLOAD):
         get_whole = once(comm.start_gather(as_matrix(dy).contiguous()))
     if get_row is None:
-        get_row = once(lambda: call.cast(GRAD_OUTPUT, get_whole(), rowwise=True, whole=True)[0])
+        get_row = once(lambda: call.cast(GRAD_OUTPUT, get_whole()[0], rowwise=True, whole=True)[0])
     if get_col is None and col == ROW_PAYLOAD:
         get_col = lambda: column_of(call, get_row())  # noqa: E731
     elif get_col is None:
-        get_col = lambda: call.cast(GRAD_OUTPUT, get_whole(), columnwise=True, whole=True)[1]  # noqa: E731
+        get_col = lambda: call.cast(GRAD_OUTPUT, get_whole()[0], columnwise=True, whole=True)[1]  # noqa: E731
     return get_row, get_col
 
 
@@ -97,7 +94,7 @@ def column_of(call, row: QuantizedStorage) -> QuantizedStorage:
     quantizer = call.plan.quantizers[GRAD_OUTPUT]
     if quantizer.derives_columnwise or not same_codes(*quantizer.formats()):
         return call.columnwise(GRAD_OUTPUT, row, whole=True)
-    return relayout(replace(row, direction=COLUMNWISE), call.plan.transposed(GRAD_OUTPUT))
+    return relayout(row.changed(direction=COLUMNWISE), call.plan.transposed(GRAD_OUTPUT))
 
 
 def once(make):

@@ -35,8 +35,11 @@ class SideCast:
     def __reduce__(self):
         return SideCast, self._made_of
 
-    def empty(self, x: torch.Tensor, states):
-        """(payload of `x` (M, K) to be written, arguments for `kernels.cast_directions`, what lives until then)."""
+    def empty(self, x: torch.Tensor, states, known=None):
+        """(payload of `x` (M, K) to be written, arguments for `kernels.cast_directions`, what lives until then).
+
+        known: the amax, where it is not to be measured; reduced over ranks.
+        """
         (M, K), device, fmt = x.shape, x.device, self.format
         rows, last = (K, M) if self.transposed else (M, K)
         qdata = torch.empty((rows, last if fmt.bits == 8 else (last + 1) // 2), dtype=torch.uint8, device=device)
@@ -44,6 +47,8 @@ class SideCast:
         amax = measured = scratch = None
         if fmt.is_stateful:
             amax, measured = states[self.index].scale, states[self.index].history
+        elif known is not None:
+            amax = known
         elif self.measures:
             amax = measured = torch.empty(fmt.amax_shape(M, K, self.direction), dtype=torch.float32, device=device)
             scratch = kernels.row_scratch(M, device) if self.scratch else None
@@ -56,9 +61,11 @@ class SideCast:
         )  # fmt: skip
         return payload, arguments, (amax, scratch)
 
-    def wrap(self, x: torch.Tensor) -> QuantizedStorage:
-        """`x` (M, K) in high precision: itself."""
-        return QuantizedStorage.of(self.format, self.direction, tuple(x.shape), x.dtype, False, x)
+    def made(self, x: torch.Tensor, states, known):
+        """`empty`; of `x` (M, K) in high precision: itself, and nothing to be written."""
+        if self.quantized:
+            return self.empty(x, states, known)
+        return QuantizedStorage.of(self.format, self.direction, tuple(x.shape), x.dtype, False, x), None, None
 
 
 class OperandCast:
@@ -68,13 +75,13 @@ class OperandCast:
         self.row = SideCast(quantizer.rowwise, ROWWISE, False, device_type)
         self.col = SideCast(quantizer.columnwise, COLUMNWISE, transposed, device_type)
 
-    def __call__(self, x: torch.Tensor, rowwise: bool, columnwise: bool, states):
-        """(rowwise, columnwise) payloads of `x` (M, K), None where not asked for."""
+    def __call__(self, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes=(None, None)):
+        """(rowwise, columnwise) payloads of `x` (M, K), None where not asked for. amaxes: those known, contiguous."""
         row = col = rows = cols = alive_row = alive_col = None
         if rowwise:
-            row, rows, alive_row = self.row.empty(x, states) if self.row.quantized else (self.row.wrap(x), None, None)
+            row, rows, alive_row = self.row.made(x, states, amaxes[0])
         if columnwise:
-            col, cols, alive_col = self.col.empty(x, states) if self.col.quantized else (self.col.wrap(x), None, None)
+            col, cols, alive_col = self.col.made(x, states, amaxes[1])
         if rows is not None or cols is not None:
             kernels.cast_directions(x, rows, cols)
         del alive_row, alive_col  # not before
@@ -96,16 +103,30 @@ class LeanCasts:
         """None for a plan that needs more than this."""
         quantizers = plan.quantizers.values()
         known = ("input", "weight", "grad_output") == tuple(plan.quantizers)
-        if not known or plan.sharding is not None or plan.uses_rng or any(q.derives_columnwise for q in quantizers):
+        if not known or plan.uses_rng or any(q.derives_columnwise for q in quantizers):
             return None
         return cls(plan) if all(q.rowwise and q.columnwise for q in quantizers) else None
+
+    def cast(self, operand: str, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes):
+        """`GemmPlan.quantize` of `x` (..., K), where `casts_lean` holds. amaxes: (rowwise, columnwise), or None."""
+        known = amaxes if amaxes is None else tuple(a if a is None else a.contiguous() for a in amaxes)
+        return getattr(self, operand)(as_matrix(x), rowwise, columnwise, states, known or (None, None))
+
+
+def casts_lean(x, plan, states) -> bool:
+    """Whether `LeanCasts.cast` can cast a tensor of a plan."""
+    lean = plan.lean
+    return (
+        lean is not None and not kernels.traced(x) and x.dtype in kernels.SOURCE_CODES and x.dim() > 0
+        and (states is not None or not lean.stateful)
+    )  # fmt: skip
 
 
 def runs_lean(x, weight, call) -> bool:
     """Whether `LeanLinear` can run a call."""
     lean = call.plan.lean
     return (
-        lean is not None and type(x) in _PLAIN and type(weight) in _PLAIN and x.dtype in kernels.SOURCE_CODES
+        lean is not None and call.plan.sharding is None and type(x) in _PLAIN and type(weight) in _PLAIN and x.dtype in kernels.SOURCE_CODES
         and weight.dtype in kernels.SOURCE_CODES and x.dim() > 0 and torch.is_grad_enabled()
         and x.device == weight.device
         and (call.state is not None or not lean.stateful)

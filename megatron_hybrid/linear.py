@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
 from .gather import start_grad_output, start_input, start_input_column
-from .lean import LeanLinear, runs_lean
+from .lean import LeanLinear, casts_lean, runs_lean
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
 from .quantizer import as_matrix
 from .saved import placeholder_gradient, save_for_backward
@@ -39,9 +39,9 @@ class Communication:
         """Start taking the maximum of each amax over the ranks, in one collective."""
         return lambda: amaxes
 
-    def start_gather(self, x: torch.Tensor):
-        """Start putting the ranks' tensors (m, ...) together along dimension 0."""
-        return lambda: x
+    def start_gather(self, *tensors: torch.Tensor):
+        """Start putting the ranks' tensors, each contiguous, together along dimension 0, all in one transfer."""
+        return lambda: tensors
 
     def reduce_output(self, y: torch.Tensor) -> torch.Tensor:
         """What a rank gives back of its output (M, N)."""
@@ -138,6 +138,8 @@ class LinearCall:
             if pair is None:
                 pair = (amax or self.start_amaxes(operand, x, rowwise, columnwise))()
             keys |= dict(amax=pair, reduce_amax=self.reduce_amax(operand))
+        if casts_lean(x, self.plan, keys["state"]):
+            return self.plan.lean.cast(operand, x, rowwise, columnwise, keys["state"], keys.get("amax"))
         return self.plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **keys)
 
     def start_amaxes(self, operand, x, rowwise: bool, columnwise: bool):

@@ -74,10 +74,14 @@ class QuantizedStorage:
 
     def with_buffers(self, buffers: dict[str, torch.Tensor]) -> QuantizedStorage:
         """The same payload over other tensors (after a copy, a gather or a load)."""
+        return self.changed(**buffers)
+
+    def changed(self, **fields) -> QuantizedStorage:
+        """`dataclasses.replace`, several times as fast."""
         if torch.compiler.is_compiling():
-            return replace(self, **buffers)
-        other = object.__new__(type(self))  # `replace`, several times as fast
-        other.__dict__.update(self.__dict__, **buffers)
+            return replace(self, **fields)
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, **fields)
         return other
 
     @property

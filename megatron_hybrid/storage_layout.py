@@ -84,17 +84,25 @@ def join_rows(s: QuantizedStorage, gathered: dict[str, torch.Tensor], parts: int
     Tensors that cover all rows are those of `s`: every part has the same. Parts must end at whole blocks.
     """
     M, K = s.shape
-    check_bounds(replace(s, shape=(parts * M, K)), ROWS, 0, M)
+    whole = s.changed(shape=(parts * M, K))
+    check_bounds(whole, ROWS, 0, M)
     dims = row_dims(s)
-    joined = {name: _along(t, dims[name], parts) for name, t in gathered.items()}
-    return replace(s, shape=(parts * M, K), **joined)
+    return whole.with_buffers({name: _along(t, dims[name], parts) for name, t in gathered.items()})
 
 
 def _along(t: torch.Tensor, dim: int, parts: int) -> torch.Tensor:
     """`parts` tensors, one after another along dimension 0, joined along dimension `dim` instead: a copy for 1."""
     if dim == 0:
         return t
-    return t.view(parts, -1, t.shape[1]).transpose(0, 1).reshape(-1, parts * t.shape[1])
+    words = _as_words(t)
+    turned = words.view(parts, -1, words.shape[1]).transpose(0, 1).clone(memory_format=torch.contiguous_format)
+    return turned.view(-1, parts * words.shape[1]).view(t.dtype)
+
+
+def _as_words(t: torch.Tensor) -> torch.Tensor:
+    """A contiguous matrix as eight bytes an element, where its rows are whole words: copies are several times as fast."""
+    words = t.is_contiguous() and (t.shape[1] * t.element_size()) % 8 == 0 and t.data_ptr() % 8 == 0
+    return t.view(torch.int64) if words and t.shape[1] else t
 
 
 def transpose(s: QuantizedStorage) -> QuantizedStorage:
@@ -119,7 +127,7 @@ def relayout(s: QuantizedStorage, transposed: bool) -> QuantizedStorage:
     if not s.format.is_quantized or s.transposed == transposed:
         return s
     if s.format.bits == 8:
-        return replace(s, transposed=transposed, qdata=s.qdata.T.contiguous())
+        return s.changed(transposed=transposed, qdata=s.qdata.T.contiguous())
     codes = unpack_fp4(s.qdata, s.shape[ROWS if s.transposed else COLUMNS])
     return replace(s, transposed=transposed, qdata=pack_fp4(codes.T.contiguous()))
 

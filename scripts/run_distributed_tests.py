@@ -46,7 +46,7 @@ class Suite:
 WORKER = ("{out}", "--backend", "{backend}")
 SUITES = (
     Suite("tensor and sequence parallel linears", "run_tp.py", ("--backend", "{backend}", "--out", "{out}")),
-    Suite("Megatron's modules", "run_mcore_model.py", WORKER, backends=("gloo",), ranks=(2,)),
+    Suite("Megatron's modules", "run_mcore_model.py", WORKER, ranks=(2,)),
     Suite("quantized weights in the distributed optimizer", "run_param_gather.py", WORKER, ranks=(2, 4)),
     Suite("FSDP2", "run_fsdp2.py", WORKER, ranks=(2, 4)),
     Suite("fused parts of a model", "run_fused_parts.py", WORKER, backends=("nccl",), ranks=(2,)),
@@ -84,6 +84,8 @@ def rows(suite: Suite, backend: str, nproc: int, out: Path):
     if len(results) < nproc:
         wrote = f"{len(results)} of {nproc} ranks wrote results"
         yield suite.name, "", FAILED, f"{failure or 'ended'}, {wrote}; see {out}/log"
+    elif failure and not any(error for result in results for error in result.values()):
+        yield suite.name, "", FAILED, f"{failure}, after the checks below; see {out}/log"
     for check in results[0] if results else ():
         errors = {rank: result[check] for rank, result in enumerate(results) if result.get(check)}
         detail = "; ".join(f"rank {rank}: {error.strip().splitlines()[-1]}" for rank, error in errors.items())

@@ -16,9 +16,12 @@ from ..tensor import HybridTensor
 def start_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup):
     """Start the maximum of float32 amaxes of any shapes over the ranks of a group, in one collective.
 
-    Returns a function that waits and gives them in their shapes.
+    Returns a function that waits and gives them in their shapes. One amax alone is reduced where it is.
     """
-    flat = amaxes[0].reshape(-1).clone() if len(amaxes) == 1 else torch.cat([a.reshape(-1) for a in amaxes])
+    if len(amaxes) == 1 and amaxes[0].is_contiguous():
+        work = dist.all_reduce(amaxes[0].view(torch.int32), op=dist.ReduceOp.MAX, group=group, async_op=True)
+        return lambda: (work.wait(), amaxes)[1]
+    flat = torch.cat([a.reshape(-1) for a in amaxes])
     work = dist.all_reduce(flat.view(torch.int32), op=dist.ReduceOp.MAX, group=group, async_op=True)
 
     def finish() -> list[torch.Tensor]:

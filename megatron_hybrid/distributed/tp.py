@@ -58,11 +58,14 @@ class TensorParallel(Communication):
     def start_max(self, amaxes: list[torch.Tensor]):
         return start_max(amaxes, self.group)
 
-    def start_gather(self, x: torch.Tensor):
-        whole = torch.empty(x.shape[0] * self.size, *x.shape[1:], dtype=x.dtype, device=x.device)
-        work = dist.all_gather_into_tensor(whole, x, group=self.group, async_op=True)
+    def start_gather(self, *tensors: torch.Tensor):
+        whole = [x.new_empty(x.shape[0] * self.size, *x.shape[1:]) for x in tensors]
+        if len(tensors) == 1:
+            work = dist.all_gather_into_tensor(whole[0], tensors[0], group=self.group, async_op=True)
+        else:
+            work = self.group.allgather_into_tensor_coalesced(_as_bytes(whole), _as_bytes(tensors))
 
-        def finish(_keep_alive=x):
+        def finish(_keep_alive=tensors):
             work.wait()
             return whole
 
@@ -79,6 +82,11 @@ class TensorParallel(Communication):
             return own
 
         return finish
+
+
+def _as_bytes(tensors) -> list[torch.Tensor]:
+    """As one collective wants them: of one element type."""
+    return [x if x.dtype == torch.uint8 else x.view(torch.uint8) for x in tensors]
 
 
 class ColumnParallel(TensorParallel):

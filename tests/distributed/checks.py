@@ -14,11 +14,13 @@ import json
 import os
 import re
 import traceback
+from datetime import timedelta
 from pathlib import Path
 
 from launch import torchrun
 
 PREFIX = "check_"
+COLLECTIVE_SECONDS = 90  # then NCCL ends a rank that waits for one whose check failed
 
 
 @functools.cache
@@ -42,7 +44,8 @@ def start(threads: int | None = None):
         torch.set_default_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
-    torch.distributed.init_process_group(backend, **({} if device.type == "cpu" else {"device_id": device}))
+    # without `device_id`, with which NCCL would connect each of Megatron's groups at once, used or not
+    torch.distributed.init_process_group(backend, timeout=timedelta(seconds=COLLECTIVE_SECONDS))
     return device
 
 
@@ -54,7 +57,7 @@ def run_checks(*namespaces: dict, leave_out=()) -> None:
     import torch.distributed as dist
 
     folder, only = arguments().folder, arguments().only
-    errors = {}
+    file, errors = Path(folder) / f"{dist.get_rank()}.json", {}
     for name, check in [item for namespace in namespaces for item in namespace.items()]:
         short = name.removeprefix(PREFIX)
         if not name.startswith(PREFIX) or name in leave_out or (only and short not in only):
@@ -64,8 +67,8 @@ def run_checks(*namespaces: dict, leave_out=()) -> None:
             check()
         except Exception:
             errors[short] = traceback.format_exc()
+        file.write_text(json.dumps(errors))  # what is known, should the next check never end
         dist.barrier()
-    (Path(folder) / f"{dist.get_rank()}.json").write_text(json.dumps(errors))
 
 
 def check_names(*sources: Path, arguments: str = "") -> list[str]:

@@ -48,7 +48,7 @@ def check_random_bits_do_not_depend_on_tensor_parallel_ranks():
             part = whole if dim is None else shard(whole, dim)
             keys = RandomKeys(5, num_microbatches=2)
             keys.set(3, 1)
-            rngs = [keys.rng(module.hq.role, operand, "cpu", m) for m in (None, module.hq.index_maps[operand])]
+            rngs = [keys.rng(module.hq.role, operand, whole.device, m) for m in (None, module.hq.index_maps[operand])]
             for fmt in ("nvfp4:sr", "nvfp4:2d,sr", "nvfp4:row_scaled,sr", "nvfp4:rht,sr", "nvfp4:row_scaled,rht,sr"):
                 quantizer = HybridQuantizer(rowwise=fmt, columnwise=fmt)
                 amax = quantizer.amax(whole)

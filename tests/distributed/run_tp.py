@@ -1,6 +1,6 @@
 """Tensor- and sequence-parallel linears against the same linear on one rank, all checks in one launch.
 
-    torchrun --nproc-per-node N run_tp.py [--backend gloo|nccl] [--out FOLDER] [--only NAME ...] [--bench]
+    torchrun --nproc-per-node N run_tp.py [--backend gloo|nccl] [--out FOLDER] [--only NAME ...]
 
 Rank 0 prints a line for every check; rank r writes FOLDER/r.json, a dict of check -> error or None. The exit status
 is 1 when a check failed on this rank. Tensors are on the CPU with gloo, on the GPUs with NCCL.
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tp_bench import bench
 from tp_cases import LAYOUTS, RECIPES, Ranks, on_the_wire, recipe, run
 
 from megatron_hybrid.distributed.amax import WeightAmaxes, start_max
@@ -196,6 +195,8 @@ def check_p62_bytes_on_the_wire(ranks: Ranks):
         gathers = [s.nbytes for s in sent if s.name == "all_gather_into_tensor"]
         assert gathers == row + column, (layout, name, gathers, row, column)
         assert all(s.dtype != torch.bfloat16 for s in sent if s.name == "all_gather_into_tensor")
+        transfers = len({s.number for s in sent if s.name == "all_gather_into_tensor"})
+        assert transfers == bool(row) + bool(column), (layout, name, "codes and scales go together", transfers)
         plan, dims = runtime.plan_for(ranks.device), (N // size, K) if layout == "column SP" else (N, K // size)
         shape = LinearShape(M * size, *dims, gathers=size, gathered=plan.gathered)
         said = sum(shape.gathered_bytes(plan, direction) for direction in ("rowwise", "columnwise"))
@@ -319,7 +320,7 @@ def check_c30_rowwise_for_100_steps(ranks: Ranks):
             losses.append(loss.detach())
         losses = torch.stack(losses)
         if cut:  # summed in one order, however many there are
-            losses = ranks.communication("row").start_gather(losses.unsqueeze(0))().sum(0)
+            losses = ranks.communication("row").start_gather(losses.unsqueeze(0))()[0].sum(0)
         return losses.tolist()
 
     one, split = train(("one", "one"), 100), train(("column SP", "row SP"), 100)
@@ -344,7 +345,6 @@ def main() -> int:
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="nccl" if torch.cuda.is_available() else "gloo")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=[""], help="beginnings of checks' names")
-    parser.add_argument("--bench", action="store_true", help="also time linears of 4096 x 8192 (GPUs)")
     args = parser.parse_args()
     ranks = start(args.backend)
     errors = {}
@@ -363,8 +363,6 @@ def main() -> int:
             failed = [f"rank {r}: {text}" for r, text in enumerate(outcomes) if text]
             outcome, took = "FAILED" if failed else "ok", time.monotonic() - began
             print(f"{outcome:6} {took:6.1f} s  {name}", *failed, sep="\n    ", flush=True)
-    if args.bench:
-        bench(ranks)
     if args.out:
         (args.out / f"{ranks.rank}.json").write_text(json.dumps(errors))
     dist.barrier()  # torchrun ends the other ranks when one leaves with a failure

@@ -174,7 +174,8 @@ def kept_tensors():
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective: bytes this rank puts in, element type, global ranks of the group, whether it was asynchronous."""
+    """One tensor of a collective: bytes this rank puts in, element type, global ranks of the group, whether it was
+    asynchronous, and the collective's number: tensors that travel together share it."""
 
     name: str
     nbytes: int
@@ -182,6 +183,7 @@ class Sent:
     ranks: tuple[int, ...]
     asynchronous: bool
     op: object = None  # of a reduction
+    number: int = -1
 
 
 @contextlib.contextmanager
@@ -197,16 +199,24 @@ def on_the_wire():
             place, keyword = source[name]
             x = args[place] if len(args) > place else kwargs[keyword]
             members = tuple(dist.get_process_group_ranks(group))
-            sent.append(Sent(name, x.numel() * x.element_size(), x.dtype, members, async_op, kwargs.get("op")))
+            sent.append(Sent(name, x.nbytes, x.dtype, members, async_op, kwargs.get("op"), len(sent)))
             return original(*args, group=group, async_op=async_op, **kwargs)
 
         return collective
 
+    def together(group, whole, tensors):
+        members, number = tuple(dist.get_process_group_ranks(group)), len(sent)
+        sent.extend(Sent("all_gather_into_tensor", x.nbytes, x.dtype, members, True, None, number) for x in tensors)
+        return coalesced(group, whole, tensors)
+
     for name in source:
         wrapped[name] = getattr(dist, name)
         setattr(dist, name, wrap(name, wrapped[name]))
+    coalesced = dist.ProcessGroup.allgather_into_tensor_coalesced
+    dist.ProcessGroup.allgather_into_tensor_coalesced = together
     try:
         yield sent
     finally:
+        dist.ProcessGroup.allgather_into_tensor_coalesced = coalesced
         for name, original in wrapped.items():
             setattr(dist, name, original)

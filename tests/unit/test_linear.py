@@ -223,8 +223,8 @@ class _Twice(Communication):
 
     size = 2
 
-    def start_gather(self, x):
-        return lambda: torch.cat((x, x))
+    def start_gather(self, *tensors):
+        return lambda: [torch.cat((x, x)) for x in tensors]
 
     def reduce_dgrad(self, dx):
         return lambda: dx[: dx.shape[0] // 2] + dx[dx.shape[0] // 2 :]
