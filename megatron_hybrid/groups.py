@@ -47,7 +47,7 @@ class Groups:
         """int64 (E,) on the device."""
         if self._device is not None:
             return self._device.long()
-        sizes = torch.tensor(self._host, dtype=torch.int64)
+        sizes = torch.tensor(self._host, dtype=torch.int64, device="cpu")  # whatever torch's default device is
         if self.device.type == "cuda":
             sizes = sizes.pin_memory().to(self.device, non_blocking=True)
         return sizes

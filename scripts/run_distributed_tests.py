@@ -48,6 +48,7 @@ SUITES = (
     Suite("tensor and sequence parallel linears", "run_tp.py", ("--backend", "{backend}", "--out", "{out}")),
     Suite("Megatron's modules", "run_mcore_model.py", WORKER, ranks=(2,)),
     Suite("quantized weights in the distributed optimizer", "run_param_gather.py", WORKER, ranks=(2, 4)),
+    Suite("training", "run_training.py", WORKER, ranks=(2, 4)),
     Suite("FSDP2", "run_fsdp2.py", WORKER, ranks=(2, 4)),
     Suite("fused parts of a model", "run_fused_parts.py", WORKER, backends=("nccl",), ranks=(2,)),
 )

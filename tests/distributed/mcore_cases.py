@@ -48,12 +48,21 @@ class Case:
 
 def run_cases(cases: list[Case], folder: Path, timeout: float = 500, ranks: int = 2) -> dict[str, Case]:
     """Run them one after another in one launch of so many ranks; exit statuses and outputs by rank."""
-    described = [
+    (folder / "cases.json").write_text(json.dumps(described(cases, folder)))
+    torchrun(ranks, "run_mcore_cases.py", folder / "cases.json", folder, timeout=timeout)
+    return outcomes(cases, folder, ranks)
+
+
+def described(cases: list[Case], folder: Path) -> list[dict]:
+    """What run_mcore_cases.py runs."""
+    return [
         {"name": c.name, "ranks": c.ranks, "patches": c.patches, "argv": [a.format(folder=folder) for a in c.argv]}
         for c in cases
     ]
-    (folder / "cases.json").write_text(json.dumps(described))
-    torchrun(ranks, "run_mcore_cases.py", folder / "cases.json", folder, timeout=timeout)
+
+
+def outcomes(cases: list[Case], folder: Path, ranks: int) -> dict[str, Case]:
+    """The cases with exit statuses and outputs by rank, after they ran."""
     done = {case.name: case for case in cases}
     for rank in range(ranks):
         file = folder / f"results.{rank}.jsonl"

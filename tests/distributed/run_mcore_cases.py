@@ -2,6 +2,8 @@
 
     torchrun ... run_mcore_cases.py cases.json results_folder
 
+Also run_training.py's, whose cases run on GPUs with NCCL: this process itself never touches those, so that its forks can.
+
 cases.json: a list of {"name", "argv": [script, ...] or ["-m", module, ...]} and maybe "ranks": 1, "patches": true (applied first, for scripts
 that do not ask for them), "seconds". A case runs on its ranks at the
 same time, with a process group of its own; the next begins when all have ended. For every case and rank the folder
@@ -27,7 +29,8 @@ import torch.distributed as dist
 from megatron_hybrid import patches
 from megatron_hybrid.patches import cpu_device
 
-cpu_device.install()
+if "nccl" not in sys.argv:
+    cpu_device.install()
 
 import megatron.core.dist_checkpointing.strategies.filesystem_async as filesystem_async  # noqa: E402
 import megatron.training  # noqa: E402, F401
@@ -99,8 +102,8 @@ def end_group(pid: int) -> None:
         pass
 
 
-def main() -> None:
-    cases, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
+def run_all(cases: list[dict], folder: Path) -> None:
+    """Every case in turn, on this rank where it is one of the case's."""
     # a store apart from the cases' own, for port numbers and turns
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     for index, case in enumerate(cases):
@@ -128,4 +131,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_all(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -35,9 +35,10 @@ def script():
 def test_what_runs_where(script):
     for suite in script.SUITES:
         assert (script.WORKERS / suite.worker).is_file()
-    tensor, megatron, _, fsdp, fused = script.SUITES
+    tensor, megatron, _, training, fsdp, fused = script.SUITES
     assert [tensor.reason_not(backend, n) for backend in ("gloo", "nccl") for n in (2, 8)] == [None] * 4
-    assert megatron.reason_not("nccl", 2) == "for gloo only" and megatron.reason_not("gloo", 4) == "for 2 ranks"
+    assert megatron.reason_not("nccl", 2) is None and megatron.reason_not("nccl", 4) == "for 2 ranks"
+    assert training.reason_not("nccl", 4) is None and training.reason_not("nccl", 8) == "for 2 or 4 ranks"
     assert fsdp.reason_not("gloo", 4) is None and fsdp.reason_not("nccl", 2) is None
     assert fused.reason_not("gloo", 2) == "for nccl only"
 
@@ -48,6 +49,13 @@ def test_a_failure_names_check_and_rank(script, tmp_path, monkeypatch):
     found = list(script.rows(script.Suite("two", "worker.py", ("{out}",)), "gloo", 2, tmp_path / "out"))
     assert found == [("two", "right", "ok", ""), ("two", "wrong", "FAILED", "rank 1: AssertionError: 1 is not 2")]
     assert script.table(found).splitlines() == ["two", "  ok      right", "  FAILED  wrong  rank 1: AssertionError: 1 is not 2"]
+
+
+def test_a_launch_that_fails_after_its_checks_is_a_failure(script, tmp_path, monkeypatch):
+    (tmp_path / "worker.py").write_text(WORKER.replace('"Traceback\\nAssertionError: 1 is not 2"', "None"))
+    monkeypatch.setattr(script, "WORKERS", tmp_path)
+    found = list(script.rows(script.Suite("two", "worker.py", ("{out}",)), "gloo", 2, tmp_path / "out"))
+    assert [row[1:3] for row in found] == [("", "FAILED"), ("right", "ok"), ("wrong", "ok")] and "exit 1" in found[0][3]
 
 
 def test_mistakes_end_with_a_line():

@@ -1,0 +1,93 @@
+"""Checks of whole training runs through Megatron's pretrain(): every scheme trains, and resumes bit for bit.
+
+Runs are forks of this launch (run_mcore_cases.py), on GPUs with NCCL or on CPUs. On four ranks also TP 2 x DP 2 with
+weights that live quantized in the distributed optimizer, from one rank's checkpoint on as that rank.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ |= {  # what Megatron's deterministic mode asks for; a GPU is found without touching it
+    "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}  # fmt: skip
+
+import json  # noqa: E402
+import math  # noqa: E402
+import traceback  # noqa: E402
+
+from checks import arguments  # noqa: E402
+from mcore_cases import MOCK, MODEL, SCRIPT, TP2, Case, assert_ended, described, numbers, outcomes, same  # noqa: E402
+from run_mcore_cases import RANK, WORLD, run_all  # noqa: E402
+
+RECIPES = ("fp8_delayed", "nvfp4", "mxfp8_fprop_nvfp4_bwd", "fp8_current")
+LIVES = {
+    "version": 1, "name": "lives", "defaults": "mxfp8_e4m3", "weights": "quantized", "param_gather": "both",
+    "master_cast": "param_dtype",
+}  # fmt: skip
+# of a loss: sums over ranks are rounded to bf16 where one rank sums in FP32. A rounding of 2^-8 of every logit, all to
+# the same side, would be as much; means over 256 tokens of roundings to both sides are far less
+CLOSE = 2.0**-8
+
+
+def run(name: str, recipe: str, *flags: str, ranks: int | None = 2) -> Case:
+    wanted = ["--hq-recipe", recipe, "--hq-metrics-file", f"{{folder}}/{name}.metrics", "--deterministic-mode"]
+    layers = ["--num-layers", "4"]  # more than the first and the last, which some recipes leave alone
+    return Case(name, [SCRIPT, *MODEL, *layers, *MOCK, *wanted, *flags], ranks)
+
+
+def cases() -> list[Case]:
+    found = []
+    for recipe in RECIPES:
+        save = ["--save", f"{{folder}}/{recipe}_saved", "--save-interval", "2"]
+        load = ["--load", f"{{folder}}/{recipe}_saved", "--ckpt-step", "2"]
+        found += [run(recipe, recipe, *TP2, *save), run(f"{recipe}_resumed", recipe, *TP2, *load)]
+    if WORLD == 4:
+        lives = "{folder}/lives.json"
+        one = ["--make-vocab-size-divisible-by", "128", "--save", "{folder}/lives_saved", "--save-interval", "2"]
+        load = [*TP2, "--load", "{folder}/lives_saved", "--ckpt-step", "2"]  # the same weights: the first are drawn by rank
+        layout = "--dist-ckpt-optim-fully-reshardable"
+        found += [run("lives_1", lives, *one, layout, ranks=1), run("lives_4", lives, *load, layout, ranks=4)]
+    return found
+
+
+def trains_and_resumes(runs, recipe: str) -> None:
+    for name in (recipe, f"{recipe}_resumed"):
+        assert_ended(runs[1][name])
+    whole, resumed = numbers(runs, recipe), numbers(runs, f"{recipe}_resumed")
+    assert all(math.isfinite(entry["loss"]) for entry in whole.values() if "loss" in entry), whole
+    assert sorted(resumed) == [3, 4], sorted(resumed)
+    same(resumed, whole)
+
+
+def four_ranks_train_as_one(runs) -> None:
+    for name in ("lives_4", "lives_1"):
+        assert_ended(runs[1][name])
+    four, one = numbers(runs, "lives_4"), numbers(runs, "lives_1")
+    assert sorted(four) == [3, 4], sorted(four)
+    for i, entry in four.items():
+        assert abs(entry["loss"] - one[i]["loss"]) <= CLOSE * one[i]["loss"], (i, entry, one[i])
+
+
+def main() -> None:
+    folder, wanted = arguments().folder, cases()
+    if RANK == 0:
+        (folder / "lives.json").write_text(json.dumps(LIVES))
+    run_all(described(wanted, folder), folder)
+    errors = {}
+    if RANK == 0:  # it has seen every case's end
+        runs = folder, outcomes(wanted, folder, WORLD)
+        checks = {f"{recipe}_trains_and_resumes": (trains_and_resumes, runs, recipe) for recipe in RECIPES}
+        if WORLD == 4:
+            checks["lives_4_ranks_train_as_one"] = (four_ranks_train_as_one, runs)
+        for name, (check, *given) in checks.items():
+            errors[name] = None
+            try:
+                check(*given)
+            except Exception:
+                errors[name] = traceback.format_exc()
+    (folder / f"{RANK}.json").write_text(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    main()
