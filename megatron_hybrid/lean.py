@@ -115,11 +115,10 @@ class LeanCasts:
 
 def casts_lean(x, plan, states) -> bool:
     """Whether `LeanCasts.cast` can cast a tensor of a plan."""
+    if kernels.traced(x) or x.dtype not in kernels.SOURCE_CODES or x.dim() == 0:
+        return False
     lean = plan.lean
-    return (
-        lean is not None and not kernels.traced(x) and x.dtype in kernels.SOURCE_CODES and x.dim() > 0
-        and (states is not None or not lean.stateful)
-    )  # fmt: skip
+    return lean is not None and (states is not None or not lean.stateful)
 
 
 def runs_lean(x, weight, call) -> bool:

@@ -205,18 +205,20 @@ def main() -> None:
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--calls", type=int, default=5, help="steps a round")
+    parser.add_argument("--main-thread", action="store_true", help="backward in the thread that calls it, Megatron's too")
     parser.add_argument("--graphs", action="store_true", help="also replay each step as a CUDA graph")
     parser.add_argument("--profile", action="store_true", help="print kernels and host functions of rank 0")
     parser.add_argument("--commit", help="recorded in place of git's")
     parser.add_argument("--json", help="write rows, card, versions and commit here")
     args = parser.parse_args()
     device, rows = start(), []
+    torch.autograd.set_multithreading_enabled(not args.main_thread)
     for shape in args.shapes:
         rows += measured(args, shape, device)
         if dist.get_rank() == 0:
             said = f"{dist.get_world_size()} ranks, {device.type}, {args.tokens} tokens, {2 * args.depth} linears"
             print(table(rows, said), flush=True)
-            how = {key: getattr(args, key) for key in ("tokens", "depth", "rounds", "calls")}
+            how = {key: getattr(args, key) for key in ("tokens", "depth", "rounds", "calls", "main_thread")}
             write_result(args.json, rows, ranks=dist.get_world_size(), commit=args.commit, **how)
         dist.barrier()
     dist.destroy_process_group()
