@@ -99,9 +99,11 @@ def _iteration_folder(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint in {path}: no such folder")
     if not (path / ".metadata").is_file():
+        inside = next((inner for inner in sorted(path.iterdir()) if (inner / TRACKER).is_file()), None)
+        hint = "" if inside is None else f"; {inside} is such a folder"
         raise CheckpointError(
             f"{path} is not a distributed checkpoint (no .metadata in it); needed is one saved with "
-            "--ckpt-format torch_dist, by iteration or by the folder of --save"
+            f"--ckpt-format torch_dist, by iteration or by the folder of --save{hint}"
         )
     return path
 

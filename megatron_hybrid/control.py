@@ -49,6 +49,7 @@ class Controller:
             runtime.keys = self.keys
             runtime.weight_cache = WeightCache()
         self.recorder = None  # of statistics
+        self.profile = None  # `observe.profile.StepProfile`
         self.on_new_weights = []  # called by `invalidate`, once the step's plans are there
         self.say = lambda line: None
         if recipe is not None:
@@ -63,6 +64,12 @@ class Controller:
         from .observe.recorder import Recorder
 
         self.recorder = Recorder(every, path, **options)
+
+    def profile_step(self, step: int, path, **options) -> None:
+        """Write what the time of step `step` goes to into a JSON file. options (rank, say): `observe.profile.StepProfile`."""
+        from .observe.profile import StepProfile
+
+        self.profile = StepProfile(step, path, **options)
 
     def check_nan(self, rank: int | None = None) -> None:
         """From now on raise `observe.nan_check.NanFound` at the first NaN or Inf. Makes the host wait for every cast."""
@@ -84,6 +91,8 @@ class Controller:
         self.invalidate()
         if self.recorder is not None:
             self.recorder.begin_step(step, self.runtimes)
+        if self.profile is not None:
+            self.profile.begin_step(step, self.runtimes)
 
     def microbatch(self, index: int) -> None:
         """Before the forward of microbatch `index` (0-based), and before its backward where others ran in between."""
@@ -106,6 +115,8 @@ class Controller:
             together[fmt, state.scale.device].append(state)
         for (fmt, _), same in together.items():
             update_states(fmt, same)
+        if self.profile is not None:
+            self.profile.end_step(self.keys.step)
 
     def reduce_amaxes(self, group=None, expert_groups=None) -> None:
         """Max-reduce what every history collected since the last step, in one collective a group; see `end_step`."""

@@ -102,6 +102,7 @@ class LinearRuntime(torch.nn.Module):
         self.weight_owner = None  # `weights.WeightOwner` of a weight that lives quantized
         self.observer = None  # an `observe.recorder.Observer` in steps whose casts are measured
         self.nan_check = None  # an `observe.nan_check.NanCheck`
+        self.profile = None  # an `observe.profile.StepProfile` in the step that is profiled on the CPU
         self.ranks: Communication | None = None  # over which a weight that lives quantized has its amaxes reduced
         self.index_maps: dict[str, tuple[int, int, int] | Pieces] = {}  # operand -> where a shard lies in the whole
         self._plans: dict[torch.device, GemmPlan] = {}
@@ -329,7 +330,7 @@ class LinearRuntime(torch.nn.Module):
             record = training and torch.is_grad_enabled()
             state = {op: tuple(self._state(f"{op}_{d}", record) for d in DIRECTIONS) for op in OPERANDS}
         if not torch.compiler.is_compiling():
-            for watcher in (self.observer, self.nan_check):
+            for watcher in (self.observer, self.nan_check, self.profile):
                 plan = plan if watcher is None else watcher.watch(plan)
         return LinearCall(plan, comm, rng, state, self.weight_cache, whole)
 

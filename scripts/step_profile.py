@@ -8,19 +8,7 @@ from collections import Counter
 import torch
 from bench_common import median
 
-KINDS = (  # of kernels, by name; the first that fits
-    ("attention", r"sdpa|fmha|flash|cudnn::fusion"),
-    ("gemms", r"gemm|nvjet|cutlass|xmma|splitkreduce|cublas"),
-    ("casts", r"mh::"),
-    ("fused", r"^_(norm|swiglu|split_rotate|loss|column)"),
-    ("copies", r"memcpy|memset|copy_kernel|CatArray"),
-    ("torch elementwise", r"elementwise|reduce_kernel|triton_"),
-)
-
-
-def kind(kernel: str) -> str:
-    return next((name for name, pattern in KINDS if re.search(pattern, kernel, re.I)), "other")
-
+from megatron_hybrid.observe.profile import kind
 
 def bytes_moved(args) -> dict[str, int]:
     """What the fused kernels of one bf16 step read and write, all calls together."""

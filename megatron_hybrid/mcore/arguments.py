@@ -55,6 +55,12 @@ class HybridQuantConfig:
         "--tensorboard-dir or --save, the first that is given.",
         metavar="PATH",
     )
+    hq_profile_step: int = _flag(
+        0,
+        "At this iteration, measure what its time goes to (casts, gemms, attention, collectives, the rest) and write "
+        "hq_profile.json, a file a rank, where --hq-stats-file goes; `megatron-hybrid report` shows it. 0: never.",
+        metavar="N",
+    )
     hq_check_nan: bool = _flag(
         False,
         "Stop at the first NaN or Inf among the operands and results of the linears, naming module, tensor, direction, "

@@ -139,6 +139,7 @@ def attach_in_run(chunks: list) -> list:
             state.note_missing(driver.controller.runtimes, args)
             driver.controller.say = _say_on_rank_0
             _record_statistics(driver.controller, args)
+            _profile_step(driver.controller, args)
             if getattr(args, "hq_switch_recipe", False):
                 driver.before_first.append(functools.partial(state.follow_recipe, args))
             if getattr(args, "hq_backward_in_main_thread", False):
@@ -154,6 +155,22 @@ def _say_on_rank_0(line: str) -> None:
     from megatron.training import print_rank_0
 
     print_rank_0(f"> {line}")
+
+
+def _profile_step(controller: Controller, args) -> None:
+    """``--hq-profile-step`` on every rank; rank 0 says what it found."""
+    if not getattr(args, "hq_profile_step", 0):
+        return
+    from .validation import statistics_path
+
+    controller.profile_step(
+        args.hq_profile_step, statistics_path(args).with_name("hq_profile.json"),
+        rank=args.rank if args.world_size > 1 else None, say=_say_whole_line if args.rank == 0 else None,
+    )  # fmt: skip
+
+
+def _say_whole_line(line: str) -> None:
+    print(line, flush=True)
 
 
 def _record_statistics(controller: Controller, args) -> None:
@@ -173,5 +190,5 @@ def _record_statistics(controller: Controller, args) -> None:
         statistics_path(args),
         writer=get_tensorboard_writer() if is_last else None,
         rank=args.rank if args.world_size > 1 else None,
-        say=(lambda line: print(line, flush=True)) if is_last else None,
+        say=_say_whole_line if is_last else None,
     )

@@ -40,13 +40,14 @@ def check_flags(args) -> None:
         )
     if args.hq_stats_interval < 0:
         raise UserError(f"--hq-stats-interval {args.hq_stats_interval}: a number of iterations, or 0 for never")
-    if args.hq_stats_interval and statistics_path(args) is None:
-        raise UserError(
-            "--hq-stats-interval has no place to write to; give --hq-stats-file, --hq-metrics-file, --tensorboard-dir or "
-            "--save"
-        )
-    if args.hq_stats_file and not args.hq_stats_interval:
-        raise UserError(f"--hq-stats-file {args.hq_stats_file} without --hq-stats-interval N: nothing would be written")
+    wanted = {"--hq-stats-interval": args.hq_stats_interval, "--hq-profile-step": args.hq_profile_step}
+    for flag, asked in wanted.items():
+        if asked and statistics_path(args) is None:
+            raise UserError(
+                f"{flag} has no place to write to; give --hq-stats-file, --hq-metrics-file, --tensorboard-dir or --save"
+            )
+    if args.hq_stats_file and not any(wanted.values()):
+        raise UserError(f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written")
     if args.hq_check_nan and not args.check_for_nan_in_loss_and_grad:
         raise UserError("--hq-check-nan beside --no-check-for-nan-in-loss-and-grad: they contradict each other")
 

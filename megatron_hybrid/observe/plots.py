@@ -142,7 +142,7 @@ def _row_name(cell: Cell) -> str:
     return f"{cell.leaf.partition(',')[0]}  {cell.gemm} {cell.operand}  {cell.format}"
 
 
-def plot_times(times: Mapping[str, Mapping[str, float]], path: str | Path) -> None:
+def plot_times(times: Mapping[str, Mapping[str, float]], path: str | Path, label="ms an iteration (slowest rank)") -> None:
     """A bar a run of milliseconds an iteration, split by what they were spent on."""
     import matplotlib
 
@@ -160,7 +160,7 @@ def plot_times(times: Mapping[str, Mapping[str, float]], path: str | Path) -> No
                       color="0.8" if part == "other" else colours(index % 10))  # fmt: skip
             left = {run: left[run] + width for run, width in zip(times, widths)}
         axes.invert_yaxis()
-        axes.set_xlabel("ms an iteration (slowest rank)")
+        axes.set_xlabel(label)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(fontsize=8, ncols=6, loc="lower left", bbox_to_anchor=(0, 1.02), frameon=False)
         _save(figure, Path(path))

@@ -32,6 +32,7 @@ def write_report(runs: list[Run], folder: Path) -> Path:
         ("Signal-to-noise ratio", _snr(runs, folder)),
         ("Outlier layers", _outliers(runs)),
         ("Time", _times(runs, folder)),
+        ("Inside a step", _profiles(runs, folder)),
         ("Recipes", _recipes(runs)),
     ]
     body = "".join(f"<section><h2>{title}</h2>{content}</section>\n" for title, content in sections)
@@ -162,6 +163,17 @@ def _times(runs: list[Run], folder: Path) -> str:
         f"Not split: {', '.join(untimed)}; --timing-log-level 2 and the output in log.txt split it." if untimed else ""
     )
     return _picture(folder / "time.png", "time of an iteration by run") + (_note(hint) if hint else "")
+
+
+def _profiles(runs: list[Run], folder: Path) -> str:
+    profiled = {run.name: run.profile for run in runs if run.profile}
+    if not profiled:
+        return _note("No run has left a profile: --hq-profile-step N writes one.")
+    plot_times(profiled, folder / "profile.png", label="ms of the profiled iteration (slowest rank)")
+    parts = list(dict.fromkeys(part for split in profiled.values() for part in split))
+    rows = [(part, *(f"{split.get(part, 0.0):.1f}" for split in profiled.values())) for part in parts]
+    table = _table(("ms", *profiled), rows, numbers=len(profiled))
+    return _picture(folder / "profile.png", "what the time of a step goes to, by run") + table
 
 
 def _recipes(runs: list[Run]) -> str:

@@ -14,7 +14,7 @@ from ..gemm import OPERANDS
 from . import run_record
 from .training_log import TrainingLog, parse_log, read_metrics
 
-METRICS, STATISTICS, LOG = "metrics.jsonl", "hq_stats*.jsonl", "log.txt"
+METRICS, STATISTICS, LOG, PROFILE = "metrics.jsonl", "hq_stats*.jsonl", "log.txt", "hq_profile*.json"
 # Megatron's timers that do not contain each other
 TIMERS = (
     "forward-compute", "backward-compute", "forward-recv", "forward-send", "backward-recv", "backward-send",
@@ -56,7 +56,12 @@ class Cell:
 
 @dataclass
 class Run:
-    """What is known of a run. `cells`: by (module, gemm, operand). `timers`: milliseconds an iteration by name."""
+    """What is known of a run.
+
+    cells    by (module, gemm, operand)
+    timers   milliseconds an iteration by name
+    profile  milliseconds of the profiled step by what they went to, on the slowest rank
+    """
 
     name: str
     path: Path
@@ -64,6 +69,11 @@ class Run:
     record: dict = field(default_factory=dict)
     cells: dict[tuple[str, str, str], Cell] = field(default_factory=dict)
     timers: dict[str, float] = field(default_factory=dict)
+    profile: dict[str, float] = field(default_factory=dict)
+
+    def is_empty(self) -> bool:
+        """Whether nothing of a run was found."""
+        return not (self.log.train or self.log.valid or self.cells or self.timers or self.profile)
 
     @property
     def recipe_name(self) -> str:
@@ -79,13 +89,13 @@ class Run:
 def load_run(text: str) -> Run:
     """A run from ``PATH`` or ``NAME=PATH``: a folder with metrics.jsonl, or a metrics file or Megatron log itself.
 
-    Raises `RunError` when nothing is there, and ``ValueError`` with file and line for a damaged file.
+    Raises `RunError` when nothing is there or nothing of a run in it, and ``ValueError`` with file and line for a damaged file.
     """
     name, _, path = text.rpartition("=")
     path = Path(path)
     if path.is_dir():
         metrics = path / METRICS
-        if not metrics.is_file() and not (path / LOG).is_file() and not list(path.glob(STATISTICS)):
+        if not metrics.is_file() and not (path / LOG).is_file() and not [*path.glob(STATISTICS), *path.glob(PROFILE)]:
             raise RunError(f"{path}: no {METRICS} (--hq-metrics-file), {LOG} or {STATISTICS} in it")
         folder, name = path, name or path.resolve().name
     elif path.is_file():
@@ -96,10 +106,28 @@ def load_run(text: str) -> Run:
     run = Run(name, path, record=run_record.read(metrics) or run_record.read(folder / "hq_stats.jsonl"))
     run.log = _numbers(metrics) if metrics.is_file() else _numbers(log) if log.is_file() else TrainingLog()
     run.cells = read_cells(sorted(folder.glob(STATISTICS)))
+    run.profile = read_profile(sorted(folder.glob(PROFILE)))
     for file in (log, metrics):
         if not run.timers and file.is_file():
             run.timers = read_timers(file.read_text(errors="replace"))
+    if run.is_empty():
+        raise RunError(
+            f"{path}: no iteration, evaluation or cast of a training run in it; give the folder or file of "
+            "--hq-metrics-file, or the output of a Megatron run"
+        )
     return run
+
+
+def read_profile(paths: Iterable[Path]) -> dict[str, float]:
+    """What the profiled step's time went to, in ms, on the rank that took longest. Raises ``ValueError`` with the file."""
+    slowest = {"ms": 0.0, "split": {}}
+    for path in paths:
+        try:
+            found = json.loads(path.read_text())
+            slowest = max(slowest, found, key=lambda record: record["ms"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}: not a profile of --hq-profile-step ({error!r})") from None
+    return slowest["split"]
 
 
 def _numbers(path: Path) -> TrainingLog:

@@ -164,9 +164,32 @@ def test_a_browser_shows_every_section(two_runs, tmp_path):
     assert image.size == (120, 300) and 0.03 < sum(dark) / len(dark) < 0.9  # there are words and pictures
     dom = subprocess.run([*command, "--dump-dom", url], check=True, timeout=120, capture_output=True, text=True).stdout
     assert [re.sub("<.*?>", "", title) for title in re.findall("<h2>.*?</h2>", dom)] == [
-        "Runs", "Losses", "Signal-to-noise ratio", "Outlier layers", "Time", "Recipes"]  # fmt: skip
+        "Runs", "Losses", "Signal-to-noise ratio", "Outlier layers", "Time", "Inside a step",
+        "Recipes"]  # fmt: skip
 
 
 def test_load_run_takes_a_name(two_runs):
     run = load_run(f"mine={two_runs[0]}")
     assert run.name == "mine" and run.milliseconds() == 100.0 and len(run.cells) == 24
+
+
+def test_what_a_step_s_time_goes_to(two_runs, tmp_path):
+    """Of several ranks the slowest; a damaged file is named."""
+    a, b = two_runs
+    for rank, ms in enumerate((100.0, 120.0)):
+        record = {"step": 5, "rank": rank, "device": "X", "ms": ms, "split": {"gemms": ms - 30, "casts": 10.0, "other": 20.0}}
+        (a / f"hq_profile.rank{rank}.json").write_text(json.dumps(record))
+    assert main(["report", str(a), str(b), "--out", str(tmp_path / "page")]) == 0
+    text = (tmp_path / "page" / "index.html").read_text()
+    assert (tmp_path / "page" / "profile.png").is_file() and "<td>gemms</td><td class=n>90.0</td>" in text
+    (a / "hq_profile.rank0.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"hq_profile.rank0.json: not a profile"):
+        load_run(str(a))
+
+
+def test_a_file_that_is_no_run_is_refused(tmp_path, capsys):
+    text = tmp_path / "README.md"
+    text.write_text("# Some words\n")
+    assert main(["report", str(text), "--out", str(tmp_path / "page")]) != 0
+    assert f"{text}: no iteration, evaluation or cast of a training run in it" in capsys.readouterr().err
+    assert not (tmp_path / "page").exists()
