@@ -1,4 +1,4 @@
-"""Columnwise casts of row-scaled FP8 for all groups at once: a scale for every group and column.
+"""Columnwise casts of FP8 for all groups at once: a scale for every group and column, or for every 128 rows of a group.
 
 The arithmetic is docs/numerics.md's FP32 rule, in Triton on a GPU and in torch operations elsewhere; tests hold both to
 the kernels' bytes.
@@ -13,11 +13,10 @@ from .formats import COLUMNWISE, ELEMENTS, Format
 from .groups import Layout
 from .ops_triton.launch import as_rows
 from .scaling import FLT_MAX
-from .storage import QuantizedStorage
+from .storage import QuantizedStorage, cast
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-_TRITON_DTYPES, _TRITON_ALIGN = (torch.bfloat16, torch.float16, torch.float32), 16
-_BIAS = {"e4m3": 7, "e5m2": 15}
+_TRITON_DTYPES, _TRITON_ALIGN = (torch.bfloat16, torch.float16, torch.float32), 128
 _ALL_BUT_SIGN = (1 << 31) - 1
 _SIGN_AND_EXPONENT = -(1 << 23)  # 0xff800000 as an int32
 
@@ -28,9 +27,21 @@ def row_scaled_columns(x: torch.Tensor, fmt: Format, layout: Layout) -> Quantize
     NaN and Inf leave their group's column with scale 1, as in a cast of the group alone. Rows after the last group
     get codes that nothing reads.
     """
-    if x.dtype in _TRITON_DTYPES and layout.align >= _TRITON_ALIGN and ops_triton.reason(x.device) is None:
+    return with_triton(x, fmt, layout) if _has_triton(x, layout) else with_torch(x, fmt, layout)
+
+
+def block_columns(x: torch.Tensor, fmt: Format, layout: Layout, *, transposed: bool) -> QuantizedStorage:
+    """x (T, K) -> payload of its rows spread out by `layout`, with a scale for every 128 rows of a group and column.
+
+    Rows after the last group get codes that nothing reads.
+    """
+    if transposed and not fmt.tile and _has_triton(x, layout):
         return with_triton(x, fmt, layout)
-    return with_torch(x, fmt, layout)
+    return cast(layout.spread(x), fmt, COLUMNWISE, transposed=transposed)
+
+
+def _has_triton(x: torch.Tensor, layout: Layout) -> bool:
+    return x.dtype in _TRITON_DTYPES and layout.align == _TRITON_ALIGN and ops_triton.reason(x.device) is None
 
 
 def with_torch(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
@@ -44,16 +55,13 @@ def with_torch(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage
 
 
 def with_triton(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
-    """`row_scaled_columns` in two reads of x; groups begin at multiples of 16."""
+    """`row_scaled_columns` in two reads of x, `block_columns` in one; groups begin at multiples of 128."""
     from .ops_triton.grouped_columns import group_amax, group_cast
 
     x = as_rows(x)
-    source, group = layout.sources
-    enc = encode_scale(group_amax(x, source, group, layout.groups.num, layout.align), fmt)
-    element = ELEMENTS[fmt.element]
-    bits = {"mantissa": element.significant_bits - 1, "bias": _BIAS[fmt.element]}
-    codes = group_cast(x, source, group, enc, largest=element.max, **bits)
-    return _payload((layout.rows, x.shape[1]), x.dtype, fmt, codes, enc)
+    amax = group_amax(x, layout.blocks) if fmt.family == "fp8_rowwise" else None
+    codes, scale = group_cast(x, layout.blocks, amax, element=fmt.element, eps=fmt.eps, pow2=fmt.pow2)
+    return QuantizedStorage(fmt, COLUMNWISE, (layout.rows, x.shape[1]), x.dtype, True, codes, scale)
 
 
 def _payload(shape, dtype, fmt: Format, codes: torch.Tensor, enc: torch.Tensor) -> QuantizedStorage:

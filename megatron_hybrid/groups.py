@@ -116,13 +116,12 @@ class Layout:
         return x.new_zeros(self.rows, x.shape[1]).index_copy_(0, self.place, x)
 
     @functools.cached_property
-    def sources(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """int32 (rows,) each: which row of x a spread-out row is, -1 for none; and its group."""
-        rows = torch.arange(self.rows, device=self.groups.device)
-        group = torch.searchsorted(self._padded_ends, rows, right=True).clamp_(max=self.groups.num - 1)
-        source = rows - self._shift[group]
-        source = torch.where(source < self.groups.ends[group], source, -1)
-        return source.to(torch.int32), group.to(torch.int32)
+    def blocks(self):
+        """The map of blocks of 128 rows (`ops_triton.grouped_gemm.BlockMap`), for an `align` of 128."""
+        from .ops_triton.grouped_gemm import BLOCK, block_map
+
+        assert self.align == BLOCK
+        return block_map(self.groups.sizes, self.rows // BLOCK)
 
     def starts(self) -> list[int]:
         """Where each group begins; see `Groups.host`."""

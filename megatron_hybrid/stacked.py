@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .formats import COLUMNWISE, ROWWISE, Format
-from .grouped_columns import row_scaled_columns
+from .grouped_columns import block_columns, row_scaled_columns
 from .groups import Layout
 from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
 from .storage import QuantizedStorage, cast, high_precision_storage
@@ -127,6 +127,8 @@ class GroupedColumns:
         """x (T, K). One launch for all groups."""
         if fmt.family == "fp8_rowwise":
             return cls(row_scaled_columns(x, fmt, layout), layout)
+        if fmt.family == "fp8_block":
+            return cls(block_columns(x, fmt, layout, transposed=transposed), layout)
         return cls(cast(layout.spread(x), fmt, COLUMNWISE, transposed=transposed), layout)
 
     def piece(self, group: int) -> QuantizedStorage:

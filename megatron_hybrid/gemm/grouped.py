@@ -18,15 +18,20 @@ from typing import Protocol
 
 import torch
 
+from .. import ops_triton
+from ..formats import COLUMNWISE
 from ..groups import Groups
 from ..stacked import GroupedColumns, StackedWeight, rows_of
 from ..storage import QuantizedStorage
 from .backend import GemmPair, finish
 from .backends import bf16_operand, epilogue_scale, fits_bf16
-from .scaled_mm import ROW, scale_kind
+from .scaled_mm import BLOCK, ROW, TILE, scale_kind
 
 _ALIGN = 16  # bytes: rows of a matrix, and groups along the contraction, begin at multiples of this
+_BLOCK = 128  # rows of a block of columns, elements of a block scale
 _HOPPER = (9, 0)
+_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_OWN_KINDS = {(ROW, ROW): 0, (BLOCK, BLOCK): 1, (BLOCK, TILE): 2}  # ops_triton.grouped_gemm's words for them
 
 
 class GroupedBackend(Protocol):
@@ -115,6 +120,56 @@ class GroupedMm:
         return finish(dw, dtype, accumulate_into)
 
 
+class GroupedFp8:
+    """Own kernels (ops_triton/grouped_gemm.py): FP8 with scales a row, 1 x 128 blocks, 128 x 128 tiles, on Hopper.
+
+    Products are summed up in the tensor cores 128 at a time, or all of them where `accumulate: fast` lets scales a row
+    do so. Results are rounded once, FP32 accumulators added to in place.
+    """
+
+    name = "grouped_fp8"
+
+    def reason(self, pair, shape, dtype):
+        if pair.device.capability != _HOPPER:
+            return f"needs sm_90, found {pair.device}"
+        if (why := ops_triton.reason(pair.device)) is not None:
+            return why
+        if (scale_kind(pair.a), scale_kind(pair.b)) not in _OWN_KINDS:
+            offered = ", ".join(f"{a} x {b}" for a, b in _OWN_KINDS)
+            return f"takes FP8 with FP32 scales ({offered}), found {pair.a} x {pair.b}"
+        if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+            return f"gives bf16, fp16 or FP32, asked for {dtype}"
+        return _unaligned(shape, 1)
+
+    def alignment(self, pair):
+        return _BLOCK if pair.gemm == "wgrad" else 1
+
+    def rows(self, gemm, plans, a, w, groups, dtype):
+        from ..ops_triton import grouped_gemm
+
+        _count(plans, gemm)
+        pair, s = getattr(plans[0], gemm).pair, w.payload
+        out = torch.empty(a.shape[0], w.shape[0], dtype=dtype, device=a.device)
+        return grouped_gemm.multiply_rows(
+            _fp8(a), _fp8(s), a.scale.contiguous(), s.scale.contiguous(), out, groups.layout(_BLOCK).blocks,
+            _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)], fast=pair.accumulate == "fast",
+        )  # fmt: skip
+
+    def contract(self, plans, a, b, dtype, accumulate_into=None):
+        from ..ops_triton import grouped_gemm
+
+        _count(plans, "wgrad")
+        pair, x, y, num = plans[0].wgrad.pair, a.payload, b.payload, a.layout.groups.num
+        shape, total = (num, x.shape[1], y.shape[1]), accumulate_into
+        add = total is not None and total.is_contiguous()
+        out = total if add else torch.empty(shape, dtype=dtype if total is None else total.dtype, device=x.device)
+        grouped_gemm.multiply_columns(
+            _fp8(x), _fp8(y), x.scale.contiguous(), y.scale.contiguous(), out, a.layout.blocks,
+            _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)], fast=pair.accumulate == "fast", add=add,
+        )  # fmt: skip
+        return out if add else finish(out, dtype, total)
+
+
 class ScaledGroupedMm:
     """`torch._scaled_grouped_mm`: E4M3 with a scale a row, on Hopper. The result is bf16."""
 
@@ -149,13 +204,13 @@ class ScaledGroupedMm:
         return finish(dw, dtype, accumulate_into)
 
 
-NATIVE, BF16, LOOP = ScaledGroupedMm(), GroupedMm(), GroupedLoop()
+OWN, NATIVE, BF16, LOOP = GroupedFp8(), ScaledGroupedMm(), GroupedMm(), GroupedLoop()
 
 
 def choose(step, shape: tuple[int, int], dtype: torch.dtype) -> GroupedBackend:
     """For a `GemmStep` of the experts' plan: what runs as the plan says, native or emulated, without the host first."""
     if step.native and step.pair.is_quantized:
-        return LOOP if NATIVE.reason(step.pair, shape, dtype) else NATIVE
+        return next((b for b in (OWN, NATIVE) if b.reason(step.pair, shape, dtype) is None), LOOP)
     if step.backend.name == "reference":  # asked for by name
         return LOOP
     return LOOP if BF16.reason(step.pair, shape, dtype) else BF16
@@ -176,6 +231,12 @@ def _count(plans, gemm: str) -> None:
 
 def _fast(plans, gemm: str) -> bool:
     return getattr(plans[0], gemm).pair.accumulate == "fast"
+
+
+def _fp8(s: QuantizedStorage) -> torch.Tensor:
+    """(rows, contraction) codes, contraction contiguous."""
+    codes = s.qdata if s.transposed == (s.direction == COLUMNWISE) else s.qdata.t().contiguous()
+    return codes.view(_FP8[s.format.element])
 
 
 def _codes(qdata: torch.Tensor) -> torch.Tensor:

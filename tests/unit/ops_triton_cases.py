@@ -12,12 +12,19 @@ import json
 import os
 import sys
 import traceback
+from collections import Counter
+from types import SimpleNamespace
 
 import torch
+from triton.runtime import interpreter
 
 from megatron_hybrid import grouped_columns, parse_format
+from megatron_hybrid.gemm import DeviceKind, GemmPair
+from megatron_hybrid.gemm.grouped import OWN
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.ops_triton import cross_entropy, norm, rotary, sums, swiglu
+from megatron_hybrid.stacked import GroupedColumns, StackedWeight
+from megatron_hybrid.storage import cast
 
 U32 = 2.0**-24
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -212,21 +219,82 @@ def check_cross_entropy(device):
             raise AssertionError("a second backward over overwritten logits was not refused")
 
 
-def check_row_scaled_columns_of_groups(device):
-    """The bytes of the torch operations, which are the kernels': ragged and empty groups, NaN, Inf, zeros."""
-    splits = [33, 0, 16, 70]
-    x = randn(sum(splits), 300, seed=5, device=device)
-    x *= torch.logspace(-6, 6, 300, device=device).to(BF16)
-    x[40, 3], x[41, 4], x[2, 5], x[3, 6], x[:, 7] = float("nan"), float("inf"), float("-inf"), -float("nan"), 0
+def check_columns_of_groups(device):
+    """The bytes of the torch operations and of the casts, which are the kernels': ragged and empty groups, NaN, Inf, zeros."""
+    splits = [133, 0, 16, 70]
+    x = randn(sum(splits), 100, seed=5, device=device)
+    x *= torch.logspace(-6, 6, 100, device=device).to(BF16)
+    x[140, 3], x[141, 4], x[2, 5], x[3, 6], x[:, 7] = float("nan"), float("inf"), float("-inf"), -float("nan"), 0
+    x[:, 8] *= 1e-38
     sizes = splits if device == "cpu" else torch.tensor(splits, device=device)
-    for name in ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2:pow2"):
+    for name in ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2:pow2", "fp8_block_e4m3", "fp8_block_e5m2:no_pow2", "fp8_block_e4m3:eps=0.5"):
         fmt = parse_format(name)
-        layout = Groups(sizes, 4, sum(splits), torch.device(device)).layout(16)
-        found = grouped_columns.with_triton(x, fmt, layout)
-        expected = grouped_columns.with_torch(x, fmt, layout)
-        ends = layout.ends[-1]
-        assert torch.equal(found.scale, expected.scale)
+        layout = Groups(sizes, 4, sum(splits), torch.device(device)).layout(128)
+        found, ends = grouped_columns.with_triton(x, fmt, layout), layout.ends[-1]
+        if fmt.family == "fp8_rowwise":
+            expected, scales = grouped_columns.with_torch(x, fmt, layout), slice(None)
+        else:
+            expected, scales = cast(layout.spread(x), fmt, "columnwise", transposed=True), slice(0, ends // 128)
+        assert torch.equal(found.scale[scales], expected.scale[scales])
         assert torch.equal(found.qdata[:, :ends], expected.qdata[:, :ends]), (found.qdata != expected.qdata).sum()
+
+
+GROUPED = {
+    "rows": ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
+    "rows, e5m2 gradients": ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2", "fp8_rowwise_e4m3"),
+    "blocks and tiles": ("fp8_block_e4m3", "fp8_block_e4m3", "fp8_block_e4m3:2d"),
+    "blocks": ("fp8_block_e4m3:no_pow2", "fp8_block_e5m2:no_pow2", "fp8_block_e4m3:no_pow2"),
+}  # fmt: skip
+
+
+def check_grouped_gemms(device):
+    """fprop, dgrad, wgrad of every kind of scales, in bf16, into FP32, added; ragged and empty groups, sizes with rests."""
+    shapes = [(384, 256), (256, 384)] if device == "cuda" else [(128, 256)]
+    for (N, K), (name, formats), fast in itertools.product(shapes, GROUPED.items(), (False, True)):
+        if not fast or name == "rows":
+            grouped_gemms_are_right(device, N, K, formats, fast)
+    grouped_gemms_are_right(device, 144, 272, GROUPED["rows"], False)
+    grouped_gemms_are_right(device, 144, 272, GROUPED["blocks"], False)
+
+
+def grouped_gemms_are_right(device, N, K, formats, fast):
+    splits = [131, 0, 7, 60]
+    T, E, (x_fmt, dy_fmt, w_fmt) = sum(splits), len(splits), map(parse_format, formats)
+    x, dy = (randn(T, size, seed=seed, device=device) for seed, size in ((1, K), (2, N)))
+    w = randn(E, N, K, seed=3, device=device)
+    plan = SimpleNamespace(calls=Counter())
+    for gemm, pair in (("fprop", (x_fmt, w_fmt)), ("dgrad", (dy_fmt, w_fmt)), ("wgrad", (dy_fmt, x_fmt))):
+        pair = GemmPair(gemm, *pair, DeviceKind("cuda", (9, 0)), "fast" if fast else "full")
+        setattr(plan, gemm, SimpleNamespace(pair=pair, backend=OWN))
+    groups = Groups(splits if device == "cpu" else torch.tensor(splits, device=device), E, T, torch.device(device))
+    for gemm, a, direction in (("fprop", x, "rowwise"), ("dgrad", dy, "columnwise")):
+        pair = getattr(plan, gemm).pair
+        left, right = cast(a, pair.a, "rowwise"), StackedWeight.make(w, pair.b, direction)
+        wide = right.payload.dequantize().view(E, *right.shape)
+        operands = list(zip(left.dequantize().split(splits), wide))
+        for dtype in (BF16, FP32):
+            got = OWN.rows(gemm, [plan] * E, left, right, groups, dtype)
+            near_products(got.split(splits), operands, dtype, fast, 0.0)
+    columns = [GroupedColumns.make(t, f, groups.layout(128), transposed=True) for t, f in ((dy, dy_fmt), (x, x_fmt))]
+    pieces = [[c.piece(e).operand(FP32) for e in range(E)] for c in columns]
+    operands = list(zip(*pieces))
+    for total in (None, torch.full((E, N, K), 3.0, device=device)):
+        got = OWN.contract([plan] * E, *columns, BF16, total)
+        assert got is total or (total is None and (got[1] == 0).all())
+        near_products(got, operands, got.dtype, fast, 0.0 if total is None else 3.0)
+    assert plan.calls["wgrad", OWN.name] == 2 * E
+
+
+def near_products(found, operands, dtype, fast, added):
+    """Sums of 128 exact products in FP8 tensor cores (test_gemm_gpu.py), or FP32 (the interpreter), promoted to FP32."""
+    for got, (a, b) in zip(found, operands, strict=True):
+        if not got.numel():
+            continue
+        a, b = a.double(), b.double()
+        exact, size, K = a @ b.T, a.abs() @ b.abs().T, a.shape[1]
+        steps = -(-K // 32) if fast else 4
+        lost = steps * 34 * 2.0**-13 if got.is_cuda else 128 * U32
+        within(got, exact + added, half_ulp(dtype), (lost + (K / 128 + 8) * U32) * size + 4 * U32 * (size + added))
 
 
 def check_results_repeat(device):
@@ -247,8 +315,20 @@ def check_results_repeat(device):
 CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
 
 
+def loops_take_scalars() -> None:
+    """The interpreter holds scalars as arrays of one element, which NumPy no longer takes for an index."""
+    patch = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patched
+
+
 def main() -> None:
     errors = {}
+    loops_take_scalars()
     for name, check in CHECKS.items():
         try:
             check("cpu")

@@ -155,8 +155,8 @@ def test_explain_says_how_experts_run_and_counts_a_rank_s_share_of_them(capsys):
     model = str(Path(__file__).parents[2] / "configs" / "models" / "qwen3_30b_a3b.yaml")
     expected = {
         "nvfp4_rowscaled_fprop_mxfp8_bwd": "at once: fprop grouped_mm, dgrad grouped_mm, wgrad grouped_mm; groups padded to 32",
-        "fp8_rowwise": "at once: fprop scaled_grouped_mm",
-        "fp8_block": "at once: fprop loop",
+        "fp8_rowwise": "at once: fprop grouped_fp8",
+        "fp8_block": "at once: fprop grouped_fp8, dgrad grouped_fp8, wgrad grouped_fp8; groups padded to 128",
         "fp8_current": "one by one: input.rowwise fp8_current_e4m3: a group has one scale",
     }
     for recipe, words in expected.items():

@@ -249,8 +249,8 @@ def test_choice_of_backends_on_hopper():
         "bf16": ["grouped_mm"] * 3,
         "mxfp8": ["grouped_mm"] * 3,
         "rowscaled": ["grouped_mm"] * 3,
-        "fp8_rowwise": ["scaled_grouped_mm"] * 3,
-        "fp8_block": ["loop"] * 3,
+        "fp8_rowwise": ["grouped_fp8"] * 3,
+        "fp8_block": ["grouped_fp8"] * 3,
     }
     for name, backends in expected.items():
         plan = build_plan(AT_ONCE[name].resolve(role), "experts.fc1", DeviceKind("cuda", (9, 0)))
