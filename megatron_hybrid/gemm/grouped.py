@@ -149,10 +149,11 @@ class GroupedFp8:
 
         _count(plans, gemm)
         pair, s = getattr(plans[0], gemm).pair, w.payload
+        kind = _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)]
         out = torch.empty(a.shape[0], w.shape[0], dtype=dtype, device=a.device)
         return grouped_gemm.multiply_rows(
             _fp8(a), _fp8(s), a.scale.contiguous(), s.scale.contiguous(), out, groups.layout(_BLOCK).blocks,
-            _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)], fast=pair.accumulate == "fast",
+            kind, fast=_is_fast(pair),
         )  # fmt: skip
 
     def contract(self, plans, a, b, dtype, accumulate_into=None):
@@ -165,7 +166,7 @@ class GroupedFp8:
         out = total if add else torch.empty(shape, dtype=dtype if total is None else total.dtype, device=x.device)
         grouped_gemm.multiply_columns(
             _fp8(x), _fp8(y), x.scale.contiguous(), y.scale.contiguous(), out, a.layout.blocks,
-            _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)], fast=pair.accumulate == "fast", add=add,
+            _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)], fast=_is_fast(pair), add=add,
         )  # fmt: skip
         return out if add else finish(out, dtype, total)
 
@@ -227,6 +228,11 @@ def _count(plans, gemm: str) -> None:
     """One gemm of every expert, on its plan's backend."""
     for plan in plans[:1]:
         plan.calls[gemm, getattr(plan, gemm).backend.name] += len(plans)
+
+
+def _is_fast(pair: GemmPair) -> bool:
+    """Sums of blocks are always promoted, to be scaled."""
+    return pair.accumulate == "fast" and scale_kind(pair.a) == ROW
 
 
 def _fast(plans, gemm: str) -> bool:
