@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from .formats import COLUMNWISE, ROWWISE
 from .gemm import grouped as gemms
+from .grouped_columns import rows_and_columns
 from .groups import Groups
 from .linear import LinearCall, held_payloads, placeholder_gradient, save_for_backward
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
@@ -81,12 +82,28 @@ class GroupedCall:
             source, plan.quantizers[operand].columnwise, layout, transposed=plan.transposed(operand)
         )
 
+    def both(self, operand: str, x: torch.Tensor) -> tuple[QuantizedStorage, GroupedColumns]:
+        """`rows` and `columns` of x, from one read of it where its formats and the device have that."""
+        quantizer, layout = self.call.plan.quantizers[operand], self.groups.layout(self.how.alignment)
+        if type(x) is torch.Tensor and not quantizer.derives_columnwise:
+            found = rows_and_columns(x, *quantizer.formats(), layout)
+            if found is not None:
+                return found[0], GroupedColumns(found[1], layout)
+        row = self.rows(operand, x)
+        return row, self.columns(operand, row if quantizer.derives_columnwise else x)
+
     def weight(self, weight: torch.Tensor, *, rowwise=False, columnwise=False):
         """(rowwise, columnwise) payloads of the weight, from its cache where there is one."""
         cache = self.call.weight_cache
         if cache is None:
             return self._cast_weight(weight, rowwise=rowwise, columnwise=columnwise)
         return cache.get(weight, self._cast_weight, (rowwise, columnwise))
+
+    def gradient(self, dy: torch.Tensor, by_rows: bool, by_columns: bool):
+        """`rows` and `columns` of the output's gradient, None for what is not asked for. A column is cast from dy."""
+        if by_rows and by_columns and not self.call.plan.quantizers[GRAD_OUTPUT].derives_columnwise:
+            return self.both(GRAD_OUTPUT, dy)
+        return self.rows(GRAD_OUTPUT, dy) if by_rows else None, self.columns(GRAD_OUTPUT, dy) if by_columns else None
 
     def kept_input(self, kept: torch.Tensor | QuantizedStorage) -> GroupedColumns:
         """The columnwise payload, from what forward kept."""
@@ -134,13 +151,12 @@ class GroupedAtOnceFunction(torch.autograd.Function):
         how, plans, groups = call.how, call.how.plans, call.groups
         x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
         dx, dw, db = None, None, None
+        dy_row, dy_col = call.gradient(dy, *needs[:2])
         if needs[0]:
-            w_col = call.kept_weight(w_kept)
-            dx = how.dgrad.rows("dgrad", plans, call.rows(GRAD_OUTPUT, dy), w_col, groups, ctx.dtype)
+            dx = how.dgrad.rows("dgrad", plans, dy_row, call.kept_weight(w_kept), groups, ctx.dtype)
         if needs[1]:
-            x_col = call.kept_input(x_kept)
             main_grad = getattr(weight, "main_grad", None)
-            dw = how.wgrad.contract(plans, call.columns(GRAD_OUTPUT, dy), x_col, weight.dtype, main_grad)
+            dw = how.wgrad.contract(plans, dy_col, call.kept_input(x_kept), weight.dtype, main_grad)
             dw = dw if main_grad is None else placeholder_gradient(weight)
         if needs[2]:
             db = group_sums(dy, groups)
@@ -149,17 +165,20 @@ class GroupedAtOnceFunction(torch.autograd.Function):
 
 def forward(x, weight, bias, call: GroupedCall, *, keep_input: bool, keep_weight: bool):
     """y (T, N), and what the plan keeps of x and of w for backward (None where nothing is needed)."""
-    saved, quantizers = call.call.plan.saved, call.call.plan.quantizers
-    x_row = call.rows(INPUT, x)
+    saved = call.call.plan.saved
+    x_kept = None
+    if keep_input and saved[INPUT] == COLUMNWISE:
+        x_row, x_kept = call.both(INPUT, x)
+        x_kept = x_kept.payload
+    else:
+        x_row = call.rows(INPUT, x)
     w_row, w_col = call.weight(weight, rowwise=True, columnwise=keep_weight and saved[WEIGHT] == COLUMNWISE)
     y = call.how.fprop.rows("fprop", call.how.plans, x_row, w_row, call.groups, x.dtype)
     if bias is not None:
         y = (y + bias[call.groups.of_row]).to(y.dtype)
-    x_kept = w_kept = None
-    if keep_input:
-        x_kept = {ORIGINAL: x, ROWWISE: x_row}.get(saved[INPUT])
-        if x_kept is None:
-            x_kept = call.columns(INPUT, x_row if quantizers[INPUT].derives_columnwise else x).payload
+    w_kept = None
+    if keep_input and x_kept is None:
+        x_kept = {ORIGINAL: x, ROWWISE: x_row}[saved[INPUT]]
     if keep_weight:
         w_kept = weight if saved[WEIGHT] == ORIGINAL else {ROWWISE: w_row, COLUMNWISE: w_col}[saved[WEIGHT]].payload
     return y, x_kept, w_kept

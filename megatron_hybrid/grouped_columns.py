@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from . import ops_triton
-from .formats import COLUMNWISE, ELEMENTS, Format
+from .formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
 from .groups import Layout
 from .ops_triton.launch import as_rows
 from .scaling import FLT_MAX
@@ -56,12 +56,32 @@ def with_torch(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage
 
 def with_triton(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
     """`row_scaled_columns` in two reads of x, `block_columns` in one; groups begin at multiples of 128."""
+    return _with_triton(x, None, fmt, layout)[1]
+
+
+def rows_and_columns(x: torch.Tensor, row: Format, col: Format, layout: Layout):
+    """(rowwise payload, columnwise payload spread out by `layout`) of x (T, K) from one read of it, two where scales are
+    of whole rows or columns; None where this device or these formats need a cast each."""
+    families = ("fp8_rowwise", "fp8_block")
+    if row.family in families and col.family in families and not (row.tile or col.tile) and _has_triton(x, layout):
+        return _with_triton(x, row, col, layout)
+    return None
+
+
+def _with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: Layout):
     from .ops_triton.grouped_columns import group_amax, group_cast
 
-    x = as_rows(x)
-    amax = group_amax(x, layout.blocks) if fmt.family == "fp8_rowwise" else None
-    codes, scale = group_cast(x, layout.blocks, amax, element=fmt.element, eps=fmt.eps, pow2=fmt.pow2)
-    return QuantizedStorage(fmt, COLUMNWISE, (layout.rows, x.shape[1]), x.dtype, True, codes, scale)
+    x, amax = as_rows(x), None
+    by_row, by_col = (None if f is None else _how(f) for f in (row, col))
+    if by_col["whole"] or (by_row is not None and by_row["whole"]):
+        amax = group_amax(x, layout.blocks, rows=by_row is not None and by_row["whole"])
+    (codes, scale), rows = group_cast(x, layout.blocks, amax, by_col, by_row)
+    columns = QuantizedStorage(col, COLUMNWISE, (layout.rows, x.shape[1]), x.dtype, True, codes, scale)
+    return None if rows is None else QuantizedStorage(row, ROWWISE, tuple(x.shape), x.dtype, False, *rows), columns
+
+
+def _how(fmt: Format) -> dict:
+    return dict(element=fmt.element, eps=fmt.eps, pow2=fmt.pow2, whole=fmt.family == "fp8_rowwise")
 
 
 def _payload(shape, dtype, fmt: Format, codes: torch.Tensor, enc: torch.Tensor) -> QuantizedStorage:

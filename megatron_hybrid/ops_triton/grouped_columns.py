@@ -1,4 +1,6 @@
-"""FP8 columns of all groups, transposed, each group's rows starting a block of 128: in blocks of 128 x 1, or row-scaled.
+"""FP8 columns of all groups, transposed, each group's rows starting a block of 128, and rows beside them.
+
+Scales are of 128 elements, or of a whole row or a group's column.
 
 A program reads a block of rows through the map of blocks (grouped_gemm.py), so that groups may begin anywhere; rows of
 padding get code 0, blocks after the last group's are left as they are. Four rows' codes are packed into a word before
@@ -6,6 +8,8 @@ they are transposed.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -19,7 +23,7 @@ _TYPES = {"e4m3": (448.0, 7, 3), "e5m2": (57344.0, 15, 2)}  # largest number, ex
 
 
 @triton.jit
-def _four_rows(x, first, rows, col, stride, K, j: tl.constexpr):
+def _quarter(x, first, rows, col, j, stride, K):
     """Rows j, j + 4, ... of a block in FP32: (32, columns)."""
     at = tl.arange(0, 32) * 4 + j
     inside = (at < rows)[:, None] & (col < K)[None, :]
@@ -28,31 +32,33 @@ def _four_rows(x, first, rows, col, stride, K, j: tl.constexpr):
 
 
 @triton.jit
-def _largest(v0, v1, v2, v3):
-    """Bits of the columns' amaxes. Those of non-negative floats are ordered like the floats, NaN on top."""
-    bits = tl.maximum(_magnitude(v0), _magnitude(v1))
-    return tl.max(tl.maximum(bits, tl.maximum(_magnitude(v2), _magnitude(v3))), axis=0)
-
-
-@triton.jit
 def _magnitude(v):
+    """Bits of non-negative floats, which are ordered like the floats, NaN on top."""
     return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
-def _encode_scale(amax, LARGEST: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr):
+def _encode_scale(amax, HOW: tl.constexpr):
     """largest / amax; 1 where the amax is 0, Inf or NaN."""
     top = tl.full(amax.shape, 3.4028234663852886e38, tl.float32)
-    amax = tl.where(amax < EPS, EPS, amax)
-    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, LARGEST, tl.float32), amax), top)
-    if POW2:
+    amax = tl.where(amax < HOW[4], HOW[4], amax)
+    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, HOW[1], tl.float32), amax), top)
+    if HOW[5]:
         scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     return tl.where((amax > 0) & (amax <= top), scale, 1.0)
 
 
 @triton.jit
-def _encode(v, LARGEST: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr, CONVERTS: tl.constexpr):
+def _inverse(scale):
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+
+
+@triton.jit
+def _encode(v, HOW: tl.constexpr, CONVERTS: tl.constexpr):
     """FP8 codes of FP32 values as int32: nearest even, saturating, one NaN. CONVERTS: the device has instructions."""
+    LARGEST: tl.constexpr = HOW[1]
+    BIAS: tl.constexpr = HOW[2]
+    MANTISSA: tl.constexpr = HOW[3]
     if CONVERTS:
         narrow = v.to(tl.float8e4nv if MANTISSA == 3 else tl.float8e5)
         return narrow.to(tl.uint8, bitcast=True).to(tl.int32)
@@ -73,68 +79,122 @@ def _encode(v, LARGEST: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr
 
 
 @triton.jit
-def _amax(x, ends, blocks, out, stride, E, count, K, COLS: tl.constexpr):
-    """out (E, K): the bits of every group's and column's amax, zeros before."""
+def _amax(
+    x, ends, blocks, of_rows, of_cols, stride, E, count, K, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """The bits of amaxes, zeros before: of_cols (E, K) of every group's columns; with ROWS, of_rows (T,) of rows."""
     block = tl.program_id(0)
     if block >= tl.load(ends + E - 1):
         return
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     g, first, rows = tl.load(blocks + block), tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
-    v0, v1 = _four_rows(x, first, rows, col, stride, K, 0), _four_rows(x, first, rows, col, stride, K, 1)
-    v2, v3 = _four_rows(x, first, rows, col, stride, K, 2), _four_rows(x, first, rows, col, stride, K, 3)
-    tl.atomic_max(out + g.to(tl.int64) * K + col, _largest(v0, v1, v2, v3), mask=col < K, sem="relaxed")
+    largest = tl.zeros((32, COLS), tl.int32)
+    for j in range(4):
+        bits = _magnitude(_quarter(x, first, rows, col, j, stride, K))
+        largest = tl.maximum(largest, bits)
+        if ROWS:
+            at = tl.arange(0, 32) * 4 + j
+            tl.atomic_max(of_rows + first + at, tl.max(bits, axis=1), mask=at < rows, sem="relaxed")
+    tl.atomic_max(of_cols + g.to(tl.int64) * K + col, tl.max(largest, axis=0), mask=col < K, sem="relaxed")
+
+
+@triton.jit
+def _cast_rows(v, first, rows, col, j, amax, codes, scales, K, HOW: tl.constexpr, CONVERTS: tl.constexpr):
+    """A quarter of a block by rows."""
+    at = tl.arange(0, 32) * 4 + j
+    row, inside = (first + at).to(tl.int64), at < rows
+    if HOW[0]:
+        bits = tl.load(amax + row, mask=inside, other=0)
+        scale, mine = scales + row, inside & (tl.program_id(1) == 0)
+    else:
+        bits = tl.max(_magnitude(v), axis=1)
+        scale, mine = scales + row * tl.num_programs(1) + tl.program_id(1), inside
+    enc = _encode_scale(bits.to(tl.float32, bitcast=True), HOW)
+    tl.store(scale, _inverse(enc), mask=mine)
+    code = _encode(v * enc[:, None], HOW, CONVERTS).to(tl.uint8)
+    tl.store(codes + row[:, None] * K + col[None, :], code, mask=inside[:, None] & (col < K)[None, :])
 
 
 @triton.jit
 def _cast(
-    x, ends, blocks, amax, codes, scales, stride, E, count, K, WHOLE: tl.constexpr, LARGEST: tl.constexpr,
-    BIAS: tl.constexpr, MANTISSA: tl.constexpr, EPS: tl.constexpr, POW2: tl.constexpr, CONVERTS: tl.constexpr,
-    COLS: tl.constexpr,
+    x, ends, blocks, row_amax, col_amax, row_codes, row_scales, col_codes, col_scales, stride, E, count, K,
+    ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """codes (K, 128 * count / 4) in words. WHOLE: amax (E, K) -> scales (E, K); else of each block, (count, K)."""
+    """ROW, COL: what makes the codes by rows and by columns, see `_how`; ROW None: no codes by rows.
+
+    Columns: col_codes (K, 128 * count / 4) in words; col_scales (E, K), or (count, K) of every block. Rows: row_codes
+    (T, K); row_scales (T,), or (T, K / 128) of blocks, which are COLS then.
+    """
     block = tl.program_id(0)
     if block >= tl.load(ends + E - 1):
         return
     col = tl.program_id(1) * COLS + tl.arange(0, COLS)
     g, first, rows = tl.load(blocks + block), tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
-    v0, v1 = _four_rows(x, first, rows, col, stride, K, 0), _four_rows(x, first, rows, col, stride, K, 1)
-    v2, v3 = _four_rows(x, first, rows, col, stride, K, 2), _four_rows(x, first, rows, col, stride, K, 3)
-    at = (g if WHOLE else block).to(tl.int64) * K + col
-    bits = tl.load(amax + at, mask=col < K, other=0) if WHOLE else _largest(v0, v1, v2, v3)
-    enc = _encode_scale(bits.to(tl.float32, bitcast=True), LARGEST, EPS, POW2)
-    tl.store(scales + at, tl.div_rn(tl.full(enc.shape, 1.0, tl.float32), enc), mask=col < K)
-    enc = enc[None, :]
-    word = _encode(v0 * enc, LARGEST, BIAS, MANTISSA, CONVERTS)
-    word |= _encode(v1 * enc, LARGEST, BIAS, MANTISSA, CONVERTS) << 8
-    word |= _encode(v2 * enc, LARGEST, BIAS, MANTISSA, CONVERTS) << 16
-    word |= _encode(v3 * enc, LARGEST, BIAS, MANTISSA, CONVERTS) << 24
-    out = codes + col.to(tl.int64)[:, None] * (count * 32) + block * 32 + tl.arange(0, 32)[None, :]
+    at = (g if COL[0] else block).to(tl.int64) * K + col
+    if COL[0]:
+        bits = tl.load(col_amax + at, mask=col < K, other=0)
+    else:
+        largest = tl.zeros((32, COLS), tl.int32)
+        for j in range(4):
+            largest = tl.maximum(largest, _magnitude(_quarter(x, first, rows, col, j, stride, K)))
+        bits = tl.max(largest, axis=0)
+    enc = _encode_scale(bits.to(tl.float32, bitcast=True), COL)
+    tl.store(col_scales + at, _inverse(enc), mask=col < K)
+    word = tl.zeros((32, COLS), tl.int32)
+    for j in range(4):  # read again, mostly from the cache
+        v = _quarter(x, first, rows, col, j, stride, K)
+        word |= _encode(v * enc[None, :], COL, CONVERTS) << (8 * j)
+        if ROW is not None:
+            _cast_rows(v, first, rows, col, j, row_amax, row_codes, row_scales, K, ROW, CONVERTS)
+    out = col_codes + col.to(tl.int64)[:, None] * (count * 32) + block * 32 + tl.arange(0, 32)[None, :]
     tl.store(out, tl.trans(word), mask=(col < K)[:, None])
 
 
-def group_amax(x: torch.Tensor, where: BlockMap) -> torch.Tensor:
-    """x (T, K) -> the bits of every group's and column's amax, int32 (E, K)."""
-    out = torch.zeros(where.ends.shape[0], x.shape[1], dtype=torch.int32, device=x.device)
-    with on_device(x):
-        _amax[max(1, where.count), triton.cdiv(x.shape[1], _AMAX_COLS)](
-            x, where.ends, where.blocks, out, x.stride(0), out.shape[0], where.count, x.shape[1], COLS=_AMAX_COLS,
-            num_warps=8,
-        )  # fmt: skip
-    return out
+def _how(element: str, eps: float, pow2: bool, whole: bool) -> tuple:
+    """What a cast does: scales of whole rows or columns (else of 128 elements), largest number, exponent bias, mantissa
+    bits, the amax's lower bound, scales that are powers of two."""
+    return (whole, *_TYPES[element], eps, pow2)
 
 
-def group_cast(x: torch.Tensor, where: BlockMap, amax: torch.Tensor | None, *, element: str, eps: float, pow2: bool):
-    """uint8 codes (K, R) and float32 decode scales of x (T, K): (E, K) from `amax`, which is `group_amax`'s, or, None,
-    (R / 128, K) of every block of rows. R: rows of all blocks there is room for."""
-    num, K, count = where.ends.shape[0], x.shape[1], where.count
-    codes = torch.empty(K, count * BLOCK, dtype=torch.uint8, device=x.device)
-    whole = amax is not None
-    scales = torch.ones(num, K, device=x.device) if whole else torch.empty(count, K, device=x.device)
-    largest, bias, mantissa = _TYPES[element]
+class Amaxes(NamedTuple):
+    """Bits of amaxes, int32: columns (E, K) of every group; rows (T,), or None."""
+
+    columns: torch.Tensor
+    rows: torch.Tensor | None
+
+
+def group_amax(x: torch.Tensor, where: BlockMap, *, rows: bool = False) -> Amaxes:
+    """Of x (T, K), in one read."""
+    num, (T, K) = where.ends.shape[0], x.shape
+    both = torch.zeros(num * K + (T if rows else 0), dtype=torch.int32, device=x.device)
+    columns, of_rows = both[: num * K].view(num, K), both[num * K :]
     with on_device(x):
-        _cast[max(1, count), triton.cdiv(K, _COLS)](
-            x, where.ends, where.blocks, amax, codes.view(torch.int32), scales, x.stride(0), num, count, K,
-            WHOLE=whole, LARGEST=largest, BIAS=bias, MANTISSA=mantissa, EPS=eps, POW2=pow2, CONVERTS=x.is_cuda,
-            COLS=_COLS, num_warps=8,
+        _amax[max(1, where.count), triton.cdiv(K, _AMAX_COLS)](
+            x, where.ends, where.blocks, of_rows, columns, x.stride(0), num, where.count, K, ROWS=rows,
+            COLS=_AMAX_COLS, num_warps=8, num_stages=1,
         )  # fmt: skip
-    return codes, scales
+    return Amaxes(columns, of_rows if rows else None)
+
+
+def group_cast(x: torch.Tensor, where: BlockMap, amax: Amaxes | None, columns: dict, rows: dict | None = None):
+    """((codes (K, R) by columns, scales), (codes (T, K) by rows, scales) or None) of x (T, K): uint8, and float32
+    decode scales. R: rows of all blocks there is room for.
+
+    columns, rows: `element`, `eps`, `pow2`, and `whole`: scales (E, K) and (T, 1) from `amax`, else (R / 128, K) and (T,
+    K / 128) of blocks.
+    """
+    num, (T, K), count, device = where.ends.shape[0], x.shape, where.count, x.device
+    codes = torch.empty(K, count * BLOCK, dtype=torch.uint8, device=device)
+    scales = torch.ones(num, K, device=device) if columns["whole"] else torch.empty(count, K, device=device)
+    row_codes = row_scales = None
+    if rows is not None:
+        row_codes = torch.empty(T, K, dtype=torch.uint8, device=device)
+        row_scales = torch.empty(T, 1 if rows["whole"] else triton.cdiv(K, BLOCK), device=device)
+    wide = _COLS if rows is None or rows["whole"] else BLOCK
+    with on_device(x):
+        _cast[max(1, count), triton.cdiv(K, wide)](
+            x, where.ends, where.blocks, *((None, None) if amax is None else (amax.rows, amax.columns)), row_codes,
+            row_scales, codes.view(torch.int32), scales, x.stride(0), num, count, K,
+            ROW=None if rows is None else _how(**rows), COL=_how(**columns), CONVERTS=x.is_cuda, COLS=wide, num_warps=8, num_stages=1,
+        )  # fmt: skip
+    return (codes, scales), None if rows is None else (row_codes, row_scales)

@@ -237,6 +237,13 @@ def check_columns_of_groups(device):
             expected, scales = cast(layout.spread(x), fmt, "columnwise", transposed=True), slice(0, ends // 128)
         assert torch.equal(found.scale[scales], expected.scale[scales])
         assert torch.equal(found.qdata[:, :ends], expected.qdata[:, :ends]), (found.qdata != expected.qdata).sum()
+        for by_rows in map(parse_format, ("fp8_rowwise_e4m3", "fp8_block_e5m2")):
+            row, col = grouped_columns.rows_and_columns(x, by_rows, fmt, layout) if device == "cuda" else (
+                grouped_columns._with_triton(x, by_rows, fmt, layout))  # fmt: skip
+            assert torch.equal(col.scale[scales], expected.scale[scales])
+            assert torch.equal(col.qdata[:, :ends], expected.qdata[:, :ends])
+            alone = cast(x, by_rows, "rowwise")
+            assert torch.equal(row.qdata, alone.qdata) and torch.equal(row.scale, alone.scale)
 
 
 GROUPED = {

@@ -1,6 +1,6 @@
 """Compile every fused kernel for sm_90 as a Llama-8B-shaped layer launches it: no GPU needed, nothing runs.
 
-Prints kernel -> [registers, bytes spilled, widest global access in bits] as JSON. Compiled with Triton's own
+Prints kernel -> [registers, bytes spilled, widest global access in bits, FP8 products of warp groups] as JSON. Compiled with Triton's own
 assembler, through a driver that only says what the target is.
 """
 
@@ -19,6 +19,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from megatron_hybrid.groups import Groups
+from megatron_hybrid.ops_triton import grouped_columns, grouped_gemm
 from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
 from megatron_hybrid.ops_triton.norm import norm
 from megatron_hybrid.ops_triton.rotary import split_rotate
@@ -41,7 +43,8 @@ def compile_only() -> None:
 
     def warm(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD") if kwargs.get(k))
+        flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "ROW") if kwargs.get(k))
+        flags += f" {kwargs['SCALED']}" if "SCALED" in kwargs else ""
         compiled[self.fn.__name__ + flags] = measure(kernel)
         return kernel
 
@@ -54,9 +57,10 @@ def measure(kernel) -> list:
         cubin.flush()
         command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", cubin.name]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, local = (int(re.search(rf"{k}:(\d+)", usage)[1]) for k in ("REG", "LOCAL"))
+    registers, stack, local = (int(re.search(rf"{k}:(\d+)", usage)[1]) for k in ("REG", "STACK", "LOCAL"))
     words = re.findall(r"(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
-    return [registers, local, max(int(n or 1) * int(bits) for n, bits in words)]
+    products = len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", kernel.asm["ptx"]))
+    return [registers, stack + local, max(int(n or 1) * int(bits) for n, bits in words), products]
 
 
 def main() -> None:
@@ -75,7 +79,29 @@ def main() -> None:
     logits = torch.zeros(32, 1, 32000, dtype=torch.bfloat16, requires_grad=True)
     cross_entropy(logits * 1, torch.zeros(32, 1, dtype=torch.int64)).sum().backward()
     column_sum(x.detach())
+    grouped()
     json.dump(compiled, sys.stdout)
+
+
+def grouped(E=128, T=1024, K=2048, N=1536) -> None:
+    """The kernels of grouped linears, as 128 experts launch them."""
+    layout = Groups([T // E] * E, E, T, torch.device("cpu")).layout(grouped_gemm.BLOCK)
+    where, x = layout.blocks, torch.zeros(T, K, dtype=torch.bfloat16)
+    for whole in (True, False):
+        how = dict(element="e4m3", eps=0.0, pow2=True, whole=whole)
+        amax = grouped_columns.group_amax(x, where, rows=True)
+        grouped_columns.group_cast(x, where, amax, how)
+        grouped_columns.group_cast(x, where, amax, how, how)
+    fp8, scale = torch.float8_e4m3fn, torch.zeros(1)
+    a, w = torch.empty(T, K, dtype=fp8), torch.empty(E * N, K, dtype=fp8)
+    y, dw = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((T, N), (E, N, K)))
+    columns = torch.empty(N, layout.rows, dtype=fp8), torch.empty(K, layout.rows, dtype=fp8)
+    for kind, fast in ((grouped_gemm.ROW, True), (grouped_gemm.ROW, False), (grouped_gemm.TILES, False)):
+        grouped_gemm.multiply_rows(a, w, scale, scale, y, where, kind, fast=fast)
+    for kind in (grouped_gemm.ROW, grouped_gemm.BLOCKS):
+        for out in (dw, dw.float()):
+            add = out.dtype == torch.float32
+            grouped_gemm.multiply_columns(*columns, scale, scale, out, where, kind, fast=False, add=add)
 
 
 if __name__ == "__main__":
