@@ -19,6 +19,7 @@ from .grouped_gemm import BLOCK, BlockMap
 from .launch import on_device
 
 _COLS, _AMAX_COLS = 64, 128
+_CAST = dict(num_warps=8, num_stages=1, maxnreg=None)
 _TYPES = {"e4m3": (448.0, 7, 3), "e5m2": (57344.0, 15, 2)}  # largest number, exponent bias, stored mantissa bits
 
 
@@ -118,7 +119,7 @@ def _cast_rows(v, first, rows, col, j, amax, codes, scales, K, HOW: tl.constexpr
 @triton.jit
 def _cast(
     x, ends, blocks, row_amax, col_amax, row_codes, row_scales, col_codes, col_scales, stride, E, count, K,
-    ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr, COLS: tl.constexpr,
+    ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """ROW, COL: what makes the codes by rows and by columns, see `_how`; ROW None: no codes by rows.
 
@@ -135,13 +136,13 @@ def _cast(
         bits = tl.load(col_amax + at, mask=col < K, other=0)
     else:
         largest = tl.zeros((32, COLS), tl.int32)
-        for j in range(4):
+        for j in tl.range(4, num_stages=STAGES):
             largest = tl.maximum(largest, _magnitude(_quarter(x, first, rows, col, j, stride, K)))
         bits = tl.max(largest, axis=0)
     enc = _encode_scale(bits.to(tl.float32, bitcast=True), COL)
     tl.store(col_scales + at, _inverse(enc), mask=col < K)
     word = tl.zeros((32, COLS), tl.int32)
-    for j in range(4):  # read again, mostly from the cache
+    for j in tl.range(4, num_stages=STAGES):  # read again, mostly from the cache
         v = _quarter(x, first, rows, col, j, stride, K)
         word |= _encode(v * enc[None, :], COL, CONVERTS) << (8 * j)
         if ROW is not None:
@@ -195,6 +196,7 @@ def group_cast(x: torch.Tensor, where: BlockMap, amax: Amaxes | None, columns: d
         _cast[max(1, count), triton.cdiv(K, wide)](
             x, where.ends, where.blocks, *((None, None) if amax is None else (amax.rows, amax.columns)), row_codes,
             row_scales, codes.view(torch.int32), scales, x.stride(0), num, count, K,
-            ROW=None if rows is None else _how(**rows), COL=_how(**columns), CONVERTS=x.is_cuda, COLS=wide, num_warps=8, num_stages=1,
+            ROW=None if rows is None else _how(**rows), COL=_how(**columns), CONVERTS=x.is_cuda, COLS=wide, STAGES=_CAST["num_stages"],
+            **_CAST,
         )  # fmt: skip
     return (codes, scales), None if rows is None else (row_codes, row_scales)

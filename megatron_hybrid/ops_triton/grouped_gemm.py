@@ -31,7 +31,9 @@ class Tile(NamedTuple):
     warps: int
     stages: int
     registers: int | None = None
-    persistent: int = 0  # programs a multiprocessor; 0: a program a tile
+    persistent: int = 0  # rows: programs a multiprocessor; 0: a program a tile
+    deep: int = 1  # rows: steps of the contraction from one wait for operands to the next
+    run: int = 4  # columns: tiles a program
 
 
 class BlockMap(NamedTuple):
@@ -139,7 +141,7 @@ def _zeros(ROWS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
 def _rows(
     a, b, a_scale, b_scale, out, ends, blocks, E, count, N, K,
     SCALED: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
-    FLATTEN: tl.constexpr,
+    FLATTEN: tl.constexpr, DEEP: tl.constexpr,
 ):  # fmt: skip
     """a (T, K), b (E * N, K), out (T, N). SCALED: 0: scales a row; 1: 1 x 128 blocks of both; 2: B in tiles."""
     PART: tl.constexpr = COLS // PARTS
@@ -157,15 +159,18 @@ def _rows(
         rows = tl.load(blocks + 2 * count + block) - skip
         m, c = tl.arange(0, ROWS), tl.arange(0, PART)
         accs = _zeros(ROWS, PART, PARTS)
-        for k in range(0, steps):
-            sa = _scales(a_scale, (row + m).to(tl.int64) * steps + k, m < rows, SCALED)
-            x = a.load([row, k * 128])
-            new = ()
-            for part in tl.static_range(PARTS):
-                col = n + part * PART
-                sb = _scales_of_columns(b_scale, g * N, col, c, k, steps, N, SCALED)
-                new = new + (_step(accs[part], x, b.load([g * N + col, k * 128]), sa, sb, SCALED, FAST),)
-            accs = new
+        for k in range(0, steps, DEEP):
+            for deeper in tl.static_range(DEEP):
+                d = tl.minimum(k + deeper, steps - 1)  # what is read past the end is 0, whatever its scale
+                sa = _scales(a_scale, (row + m).to(tl.int64) * steps + d, m < rows, SCALED)
+                x = a.load([row, (k + deeper) * 128])
+                new = ()
+                for part in tl.static_range(PARTS):
+                    col = n + part * PART
+                    y = b.load([g * N + col, (k + deeper) * 128])
+                    sb = _scales_of_columns(b_scale, g * N, col, c, d, steps, N, SCALED)
+                    new = new + (_step(accs[part], x, y, sa, sb, SCALED, FAST),)
+                accs = new
         for part in tl.static_range(PARTS):
             col = n + part * PART + c
             to = out + (row + m).to(tl.int64)[:, None] * N + col[None, :]
@@ -176,57 +181,64 @@ def _rows(
 def _contract(
     a, b, a_scale, b_scale, out, ends, E, N, K,
     SCALED: tl.constexpr, FAST: tl.constexpr, ADD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-    PARTS: tl.constexpr, FLATTEN: tl.constexpr,
+    PARTS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """a (N, R), b (K, R), out (E, N, K); R: rows of all groups' blocks. SCALED: 0: scales (E, N) and (E, K); 1: a block
-    and column."""
+    and column. A program computes a run of RUN tiles side by side, the next one's operands under way while it writes
+    the last one's results: contractions are short."""
     PART: tl.constexpr = COLS // PARTS
-    down, across = (N + ROWS - 1) // ROWS, (K + COLS - 1) // COLS
-    for tile in tl.range(tl.program_id(0), E * down * across, tl.num_programs(0), flatten=FLATTEN):
-        g = tile // (down * across)
-        n, c = (tile // across) % down * ROWS, (tile % across) * COLS
-        begin = tl.load(ends + g - 1, mask=g > 0, other=0)
-        end = tl.load(ends + g)
-        rows = n + tl.arange(0, ROWS)
-        accs = _zeros(ROWS, PART, PARTS)
-        for block in range(begin, end):
-            sa = _scales(a_scale, block * N + rows, rows < N, SCALED)
-            x = a.load([n, block * 128])
-            new = ()
-            for part in tl.static_range(PARTS):
-                cols = c + part * PART + tl.arange(0, PART)
-                sb = _scales(b_scale, block * K + cols, cols < K, SCALED)
-                new = new + (_step(accs[part], x, b.load([c + part * PART, block * 128]), sa, sb, SCALED, FAST),)
-            accs = new
+    down, across = (N + ROWS - 1) // ROWS, (K + COLS * RUN - 1) // (COLS * RUN)
+    run = tl.program_id(0)
+    g = run // (down * across)
+    n, first = (run // across) % down * ROWS, (run % across) * (COLS * RUN)
+    begin = tl.load(ends + g - 1, mask=g > 0, other=0)
+    depth = tl.load(ends + g) - begin
+    tiles = tl.minimum(RUN, (K - first + COLS - 1) // COLS)
+    rows = n + tl.arange(0, ROWS)
+    to_rows = out + (g * N + rows.to(tl.int64))[:, None] * K
+    accs = _zeros(ROWS, PART, PARTS)
+    for step in range(0, tiles * depth):
+        c, block = first + step // depth * COLS, begin + step % depth
+        sa = _scales(a_scale, block * N + rows, rows < N, SCALED)
+        x = a.load([n, block * 128])
+        new = ()
         for part in tl.static_range(PARTS):
             cols = c + part * PART + tl.arange(0, PART)
-            to = out + (g * N + rows.to(tl.int64))[:, None] * K + cols[None, :]
-            of_a, of_b = a_scale + g * N + rows, b_scale + g * K + cols
-            _finish(accs[part], to, of_a, of_b, rows < N, cols < K, SCALED, ADD)
+            sb = _scales(b_scale, block * K + cols, cols < K, SCALED)
+            new = new + (_step(accs[part], x, b.load([c + part * PART, block * 128]), sa, sb, SCALED, FAST),)
+        accs = new
+        if step % depth == depth - 1:
+            for part in tl.static_range(PARTS):
+                cols = c + part * PART + tl.arange(0, PART)
+                of_a, of_b = a_scale + g * N + rows, b_scale + g * K + cols
+                _finish(accs[part], to_rows + cols[None, :], of_a, of_b, rows < N, cols < K, SCALED, ADD)
+            accs = _zeros(ROWS, PART, PARTS)
+    if depth == 0 and not ADD:
+        for tile in range(tiles):
+            cols = first + tile * COLS + tl.arange(0, COLS)
+            nothing = tl.zeros((ROWS, COLS), out.dtype.element_ty)
+            tl.store(to_rows + cols[None, :], nothing, mask=(rows < N)[:, None] & (cols < K)[None, :])
 
 
 _TILES = {
-    ("rows", ROW): Tile(128, 256, 2, 8, 3),
-    ("rows", BLOCKS): Tile(64, 128, 1, 4, 3, 168),
-    ("rows", TILES): Tile(128, 128, 1, 8, 3),
-    ("columns", ROW): Tile(128, 256, 2, 8, 3),
-    ("columns", BLOCKS): Tile(128, 128, 1, 8, 3),
+    ("rows", ROW, True): Tile(128, 256, 2, 8, 4),
+    ("rows", ROW, False): Tile(128, 128, 2, 8, 3, 128, persistent=2),
+    ("rows", BLOCKS, False): Tile(64, 128, 1, 4, 3, 168),
+    ("rows", TILES, False): Tile(128, 128, 1, 8, 4, persistent=1),
+    ("columns", ROW, True): Tile(128, 128, 2, 8, 3, 128),
+    ("columns", ROW, False): Tile(128, 128, 2, 8, 3, 128),
+    ("columns", BLOCKS, False): Tile(64, 128, 1, 4, 3, 168),
 }
 
 
-def tile_of(gemm: str, kind: int, fast: bool) -> Tile:
-    """The tile for a kind of scales."""
-    return _TILES[gemm, kind]
-
-
 def _grid(tile: Tile, tiles: int, device) -> tuple[int]:
-    if not tile.persistent:
+    if not tile.persistent or device.type != "cuda":
         return (max(1, tiles),)
     return (min(tiles, tile.persistent * torch.cuda.get_device_properties(device).multi_processor_count),)
 
 
 def _options(tile: Tile) -> dict:
-    found = dict(ROWS=tile.rows, COLS=tile.columns, PARTS=tile.parts, FLATTEN=bool(tile.persistent))
+    found = dict(ROWS=tile.rows, COLS=tile.columns, PARTS=tile.parts)
     return found | dict(num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers)
 
 
@@ -242,12 +254,13 @@ def multiply_rows(a, w, a_scale, w_scale, out, where: BlockMap, kind: int, *, fa
     K / 128), N a multiple of 128. K / 128 rounded up.
     """
     num, (N, K) = where.ends.shape[0], (out.shape[1], a.shape[1])
-    tile = tile_of("rows", kind, fast)
+    tile = _TILES["rows", kind, fast]
     tiles = where.count * (BLOCK // tile.rows) * triton.cdiv(N, tile.columns)
     with on_device(a):
         _rows[_grid(tile, tiles, a.device)](
             _map(a, tile.rows), _map(w, tile.columns // tile.parts), a_scale, w_scale, out, where.ends, where.blocks,
-            num, where.count, N, K, SCALED=kind, FAST=fast, **_options(tile),
+            num, where.count, N, K, SCALED=kind, FAST=fast, FLATTEN=bool(tile.persistent), DEEP=tile.deep,
+            **_options(tile),
         )  # fmt: skip
     return out
 
@@ -258,11 +271,11 @@ def multiply_columns(a, b, a_scale, b_scale, out, where: BlockMap, kind: int, *,
     Scales, packed. kind ROW: (E, N) and (E, K); BLOCKS: (R / 128, N) and (R / 128, K).
     """
     num, N, K = out.shape
-    tile = tile_of("columns", kind, fast)
-    tiles = num * triton.cdiv(N, tile.rows) * triton.cdiv(K, tile.columns)
+    tile = _TILES["columns", kind, fast]
+    runs = num * triton.cdiv(N, tile.rows) * triton.cdiv(K, tile.columns * tile.run)
     with on_device(a):
-        _contract[_grid(tile, tiles, a.device)](
+        _contract[runs,](
             _map(a, tile.rows), _map(b, tile.columns // tile.parts), a_scale, b_scale, out, where.ends, num, N, K,
-            SCALED=kind, FAST=fast, ADD=add, **_options(tile),
+            SCALED=kind, FAST=fast, ADD=add, RUN=tile.run, **_options(tile),
         )  # fmt: skip
     return out
