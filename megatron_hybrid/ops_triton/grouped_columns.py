@@ -79,7 +79,7 @@ def _encode(v, HOW: tl.constexpr, CONVERTS: tl.constexpr):
         return tl.where(v != v, 0x7F, code)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
 def _amax(
     x, ends, blocks, of_rows, of_cols, stride, E, count, K, ROWS: tl.constexpr, COLS: tl.constexpr
 ):  # fmt: skip
@@ -116,7 +116,7 @@ def _cast_rows(v, first, rows, col, j, amax, codes, scales, K, HOW: tl.constexpr
     tl.store(codes + row[:, None] * K + col[None, :], code, mask=inside[:, None] & (col < K)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
 def _cast(
     x, ends, blocks, row_amax, col_amax, row_codes, row_scales, col_codes, col_scales, stride, E, count, K,
     ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,

@@ -48,7 +48,7 @@ class BlockMap(NamedTuple):
         return self.blocks.shape[1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
 def _block_map(sizes, ends, blocks, E, count, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr):
     e = tl.arange(0, GROUPS)
     size = tl.load(sizes + e, mask=e < E, other=0).to(tl.int32)
@@ -137,7 +137,7 @@ def _zeros(ROWS: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr):
     return accs
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
 def _rows(
     a, b, a_scale, b_scale, out, ends, blocks, E, count, N, K,
     SCALED: tl.constexpr, FAST: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, PARTS: tl.constexpr,
