@@ -17,6 +17,7 @@ from .storage import QuantizedStorage, cast
 
 _DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _TRITON_DTYPES, _TRITON_ALIGN = (torch.bfloat16, torch.float16, torch.float32), 128
+_ALIGNED = 16  # what grouped FP8 GEMMs ask of K; compiled for 100 columns, rows and columns together gave wrong codes
 _ALL_BUT_SIGN = (1 << 31) - 1
 _SIGN_AND_EXPONENT = -(1 << 23)  # 0xff800000 as an int32
 
@@ -56,19 +57,21 @@ def with_torch(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage
 
 def with_triton(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
     """`row_scaled_columns` in two reads of x, `block_columns` in one; groups begin at multiples of 128."""
-    return _with_triton(x, None, fmt, layout)[1]
+    return both_with_triton(x, None, fmt, layout)[1]
 
 
 def rows_and_columns(x: torch.Tensor, row: Format, col: Format, layout: Layout):
     """(rowwise payload, columnwise payload spread out by `layout`) of x (T, K) from one read of it, two where scales are
     of whole rows or columns; None where this device or these formats need a cast each."""
-    families = ("fp8_rowwise", "fp8_block")
-    if row.family in families and col.family in families and not (row.tile or col.tile) and _has_triton(x, layout):
-        return _with_triton(x, row, col, layout)
+    families, aligned = ("fp8_rowwise", "fp8_block"), x.shape[1] % _ALIGNED == 0
+    known = row.family in families and col.family in families and not (row.tile or col.tile)
+    if known and aligned and _has_triton(x, layout):
+        return both_with_triton(x, row, col, layout)
     return None
 
 
-def _with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: Layout):
+def both_with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: Layout):
+    """`rows_and_columns`; (None, columnwise payload) where `row` is None."""
     from .ops_triton.grouped_columns import group_amax, group_cast
 
     x, amax = as_rows(x), None

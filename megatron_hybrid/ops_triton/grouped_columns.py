@@ -19,7 +19,6 @@ from .grouped_gemm import BLOCK, BlockMap
 from .launch import on_device
 
 _COLS, _AMAX_COLS = 64, 128
-_CAST = dict(num_warps=8, num_stages=1, maxnreg=None)
 _TYPES = {"e4m3": (448.0, 7, 3), "e5m2": (57344.0, 15, 2)}  # largest number, exponent bias, stored mantissa bits
 
 
@@ -191,12 +190,13 @@ def group_cast(x: torch.Tensor, where: BlockMap, amax: Amaxes | None, columns: d
     if rows is not None:
         row_codes = torch.empty(T, K, dtype=torch.uint8, device=device)
         row_scales = torch.empty(T, 1 if rows["whole"] else triton.cdiv(K, BLOCK), device=device)
-    wide = _COLS if rows is None or rows["whole"] else BLOCK
+    both = rows is not None
+    wide = _COLS if not both or rows["whole"] else BLOCK
     with on_device(x):
         _cast[max(1, count), triton.cdiv(K, wide)](
             x, where.ends, where.blocks, *((None, None) if amax is None else (amax.rows, amax.columns)), row_codes,
             row_scales, codes.view(torch.int32), scales, x.stride(0), num, count, K,
-            ROW=None if rows is None else _how(**rows), COL=_how(**columns), CONVERTS=x.is_cuda, COLS=wide, STAGES=_CAST["num_stages"],
-            **_CAST,
+            ROW=None if rows is None else _how(**rows), COL=_how(**columns), CONVERTS=x.is_cuda, COLS=wide,
+            STAGES=3 if both else 1, num_warps=4 if both else 8,
         )  # fmt: skip
     return (codes, scales), None if rows is None else (row_codes, row_scales)

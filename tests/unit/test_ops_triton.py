@@ -36,14 +36,18 @@ def test_interpreted(check, errors):
 
 
 def test_every_kernel_compiles_for_hopper(tmp_path):
-    """As a Llama-8B-shaped layer launches them: nothing spilled, global memory in 16-byte words."""
+    """As a Llama-8B-shaped layer and 128 experts launch them: nothing spilled, global memory in 16-byte words.
+
+    Grouped GEMMs multiply FP8 by warp groups and may fill the registers; two that add to FP32 spill where they do."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, COMPILE], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
-    assert len(kernels) == 14
-    for name, (registers, spilled, width) in kernels.items():
-        assert registers <= 128 and spilled == 0 and width == 128, (name, registers, spilled, width)
+    assert len(kernels) == 25
+    for name, (registers, spilled, width, products) in kernels.items():
+        grouped, adds = name.startswith(("_rows", "_contract")), name.startswith("_contract ADD")
+        assert registers <= (255 if grouped else 128) and spilled <= (192 if adds else 0), (name, registers, spilled)
+        assert width == (64 if name == "_block_map" else 128) and (products > 0) == grouped, (name, width, products)
 
 
 @pytest.mark.gpu
