@@ -29,7 +29,10 @@ GOAL = {"fp8_rowwise": 1.05, "fp8_block": 1.05}  # times as fast as torch, weigh
 DATA_SETS = 3
 U = 2.0**-8  # bf16's unit roundoff
 _SPIN = 20_000_000  # clock cycles, about 11 ms: the host runs ahead of the device
-KINDS = (("gemms", r"gemm|nvjet|cutlass|xmma|splitk|cublas|grouped"), ("casts", r"mh::"), ("other", r""))
+KINDS = (
+    ("gemms", r"gemm|nvjet|cutlass|xmma|splitk|cublas|grouped|^_rows|^_contract"), ("casts", r"mh::|^_cast|^_amax"),
+    ("other", r""),
+)  # fmt: skip
 
 
 @dataclass

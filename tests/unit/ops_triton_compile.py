@@ -1,6 +1,7 @@
 """Compile every fused kernel for sm_90 as a Llama-8B-shaped layer launches it: no GPU needed, nothing runs.
 
-Prints kernel -> [registers, bytes spilled, widest global access in bits, FP8 products of warp groups] as JSON. Compiled with Triton's own
+Prints kernel -> [registers, bytes spilled, widest global access in bits, FP8 products of warp groups,
+stores to global memory] as JSON. Compiled with Triton's own
 assembler, through a driver that only says what the target is.
 """
 
@@ -60,7 +61,8 @@ def measure(kernel) -> list:
     registers, stack, local = (int(re.search(rf"{k}:(\d+)", usage)[1]) for k in ("REG", "STACK", "LOCAL"))
     words = re.findall(r"(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
     products = len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", kernel.asm["ptx"]))
-    return [registers, stack + local, max(int(n or 1) * int(bits) for n, bits in words), products]
+    stores = kernel.asm["ptx"].count("st.global")
+    return [registers, stack + local, max(int(n or 1) * int(bits) for n, bits in words), products, stores]
 
 
 def main() -> None:
