@@ -170,10 +170,13 @@ void quantize(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int6
 
 // `row` and `col` are None or (spec, qdata, transposed, scale, amax, fixed_scale, measured, scratch).
 void quantize_pair(const py::object& row, const py::object& col, uintptr_t data, int dtype, int64_t m, int64_t k,
-                   int64_t stride_m, int64_t stride_k, bool derived, uintptr_t rng, uintptr_t row_ids, uintptr_t noop,
-                   uintptr_t stream, int threads_or_device) {
+                   int64_t stride_m, int64_t stride_k, bool derived, uintptr_t sums, uintptr_t gate, uintptr_t rng,
+                   uintptr_t row_ids, uintptr_t noop, uintptr_t stream, int threads_or_device) {
   const mh::Matrix x = matrix("data", data, dtype, m, k, stride_m, stride_k);
   mh::PairArgs pair{};
+  pair.row.x = x;
+  pair.sums = pointer<float>(sums);
+  pair.gate = pointer<void>(gate);
   int axis = 0;
   for (const py::object* side : {&row, &col}) {
     if (!side->is_none()) {
@@ -188,10 +191,14 @@ void quantize_pair(const py::object& row, const py::object& col, uintptr_t data,
     ++axis;
   }
   pair.derived = derived;
-  check(pair.has_row || pair.has_col, "quantize_pair: neither direction is given");
+  check(pair.has_row || pair.has_col || sums, "quantize_pair: neither direction is given, and no sums");
+  check(!sums || (kIsCuda && !(pair.has_row && pair.row.out.transposed)),
+        "sums: on CUDA only, and not with a row payload that is transposed");
   check(!derived || (kIsCuda && pair.has_row && pair.has_col && !pair.row.out.transposed),
         "derived: on CUDA only, with both directions and a row payload that is not transposed");
   check(!derived || !pair.col.measured || pair.col.fixed_scale, "derived: the column's amax cannot be measured before the cast");
+  const bool measures = (pair.row.measured && !pair.row.fixed_scale) || (pair.col.measured && !pair.col.fixed_scale);
+  check(!gate || (kIsCuda && !measures), "gate: on CUDA only, and no amax can be measured before the cast");
   const Where w = where(stream, threads_or_device);
   run([&] { backend::quantize(pair, w); });
 }
@@ -253,8 +260,8 @@ PYBIND11_MODULE(MH_MODULE, m) {
         py::arg(kWhereArg));
   m.attr("PANEL_ROWS") = mh::kPanelRows;
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),
-        py::arg("K"), py::arg("stride_m"), py::arg("stride_k"), py::arg("derived"), py::arg("rng"), py::arg("row_ids"),
-        py::arg("noop"), py::arg("stream"), py::arg(kWhereArg));
+        py::arg("K"), py::arg("stride_m"), py::arg("stride_k"), py::arg("derived"), py::arg("sums"), py::arg("gate"),
+        py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"), py::arg(kWhereArg));
   m.def("dequantize", &dequantize, py::arg("spec"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
         py::arg("amax"), py::arg("out"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
         py::arg("stride_k"), py::arg("outer"), py::arg("inverse_rht"), py::arg("stream"), py::arg(kWhereArg));

@@ -177,7 +177,7 @@ def quantize_pair(x, row: Side | None, col: Side | None, *, derived=False, rng=N
     rows = None if row is None else row.arguments(ROWWISE, x.device, scratch)
     cols = None if col is None else col.arguments(COLUMNWISE, x.device, None)
     extension(x.device.type).quantize_pair(
-        rows, cols, *_matrix(x), derived, _ptr(rng), _ptr(row_ids), _ptr(noop), *_where(x)
+        rows, cols, *_matrix(x), derived, 0, 0, _ptr(rng), _ptr(row_ids), _ptr(noop), *_where(x)
     )
 
 
@@ -186,12 +186,35 @@ def row_scratch(rows: int, device) -> torch.Tensor:
     return torch.empty(-(-rows // extension("cuda").PANEL_ROWS), dtype=torch.int32, device=device)
 
 
-def cast_directions(x: torch.Tensor, row: tuple | None, col: tuple | None) -> None:
-    """`quantize_pair` of a plain tensor, without noise, its sides described before as `Side.arguments` describes them."""
+def cast_directions(x: torch.Tensor, row: tuple | None, col: tuple | None, sums=None, gate=None) -> None:
+    """`quantize_pair` of a plain tensor, without noise, its sides described before as `Side.arguments` describes them.
+
+    sums: what `sum_parts` returned, filled in the same read. gate: a tensor of x's dtype, shape and strides; what is cast
+    is `silu(gate) * x`, rounded to that dtype. CUDA only, and no amax may have to be measured before the cast.
+    """
     M, K = x.shape
     extension(x.device.type).quantize_pair(
-        row, col, x.data_ptr(), SOURCE_CODES[x.dtype], M, K, *x.stride(), False, 0, 0, 0, *_where(x)
+        row, col, x.data_ptr(), SOURCE_CODES[x.dtype], M, K, *x.stride(), False, _ptr(sums), _ptr(gate), 0, 0, 0, *_where(x)
     )
+
+
+def sum_parts(x: torch.Tensor) -> torch.Tensor | None:
+    """Memory for the FP32 sums of `x` (M, K) over M, a row a panel, which a cast on CUDA can fill; None elsewhere."""
+    if not x.is_cuda or x.dtype not in SOURCE_CODES:
+        return None
+    M, K = x.shape
+    return torch.empty((-(-M // extension("cuda").PANEL_ROWS), K), dtype=torch.float32, device=x.device)
+
+
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """`x` (M, K) summed over M in FP32, in x's dtype: on CUDA the bits that a cast's sums give, in a read of its own."""
+    if x.is_cuda and traced(x):
+        return _operators().column_sums(x)
+    parts = sum_parts(x)
+    if parts is None:
+        return x.sum(dim=0)
+    cast_directions(x, None, None, parts)
+    return parts.sum(dim=0).to(x.dtype)
 
 
 def _quantize_side(x, direction: str, side: Side, rng, row_ids, noop) -> None:

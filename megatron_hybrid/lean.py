@@ -75,17 +75,30 @@ class OperandCast:
         self.row = SideCast(quantizer.rowwise, ROWWISE, False, device_type)
         self.col = SideCast(quantizer.columnwise, COLUMNWISE, transposed, device_type)
 
-    def __call__(self, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes=(None, None)):
-        """(rowwise, columnwise) payloads of `x` (M, K), None where not asked for. amaxes: those known, contiguous."""
+    @property
+    def takes_gate(self) -> bool:
+        """Whether both directions can be cast as they are computed: no scale needs to know all of it before."""
+        return all(s.quantized and (s.format.is_stateful or not s.measures) for s in (self.row, self.col))
+
+    def __call__(self, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes=(None, None), sums=None, gate=None):
+        """(rowwise, columnwise) payloads of `x` (M, K), None where not asked for.
+
+        amaxes: those known, contiguous. sums, gate: see `kernels.cast_directions`.
+        """
         row = col = rows = cols = alive_row = alive_col = None
         if rowwise:
             row, rows, alive_row = self.row.made(x, states, amaxes[0])
         if columnwise:
             col, cols, alive_col = self.col.made(x, states, amaxes[1])
-        if rows is not None or cols is not None:
-            kernels.cast_directions(x, rows, cols)
+        if rows is not None or cols is not None or sums is not None:
+            kernels.cast_directions(x, rows, cols, sums, gate)
         del alive_row, alive_col  # not before
         return row, col
+
+
+def sums_in_cast(plan) -> bool:
+    """Whether the bias gradient is what a cast of grad_output sums (CUDA); that of plain tensors is torch's."""
+    return any(f is not None and f.is_quantized for f in plan.quantizers["grad_output"].formats())
 
 
 class LeanCasts:
@@ -96,6 +109,7 @@ class LeanCasts:
             OperandCast(plan.quantizers[op], plan.transposed(op), plan.device.type) for op in plan.quantizers
         )
         self.keeps_input, self.keeps_weight = (plan.saved[op] == COLUMNWISE for op in ("input", "weight"))
+        self.sums = sums_in_cast(plan)
         self.stateful = any(f.is_stateful for q in plan.quantizers.values() for f in q.formats())
 
     @classmethod
@@ -173,7 +187,8 @@ def _backward(ctx, dy):
     x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
     dx = dw = db = None
     dy2d = dy if dy.dim() == 2 else as_matrix(dy)
-    dy_row, dy_col = lean.grad_output(dy2d, needs[0], needs[1], states.get("grad_output"))
+    sums = kernels.sum_parts(dy2d) if needs[2] and lean.sums else None
+    dy_row, dy_col = lean.grad_output(dy2d, needs[0], needs[1], states.get("grad_output"), sums=sums)
     if needs[0]:
         w_col = w_kept if lean.keeps_weight else lean.weight(w_kept, False, True, states.get("weight"))[1]
         dx = plan.run("dgrad", dy_row, w_col, ctx.dtype)
@@ -184,7 +199,7 @@ def _backward(ctx, dy):
         dw = plan.run("wgrad", dy_col, x_col, weight.dtype, main_grad)
         dw = dw if main_grad is None else placeholder_gradient(weight)
     if needs[2]:
-        db = dy2d.sum(dim=0)
+        db = dy2d.sum(dim=0) if sums is None else sums.sum(dim=0).to(dy.dtype)
     return dx, dw, db, None
 
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import kernels
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
 from .gather import start_grad_output, start_input, start_input_column
-from .lean import LeanLinear, casts_lean, runs_lean
+from .lean import LeanLinear, casts_lean, runs_lean, sums_in_cast
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
 from .quantizer import as_matrix
 from .saved import placeholder_gradient, save_for_backward
@@ -233,7 +234,7 @@ class HybridLinearFunction(torch.autograd.Function):
             x_kept = x_kept if get_x is None else get_x()
             dw = weight_gradient(call, get_dy_col(), x_kept, weight)
         if needs[2]:
-            db = dy.reshape(-1, dy.shape[-1]).sum(dim=0)
+            db = bias_gradient(call.plan, as_matrix(dy))
         if needs[0]:
             dx = finish_dx().view(ctx.shape)
         return dx, dw, db, None
@@ -274,6 +275,11 @@ def add_bias(y, bias):
 
         return opaque(y, bias)
     return torch.add(y, bias).to(y.dtype)
+
+
+def bias_gradient(plan: GemmPlan, dy):
+    """dy (M, N) summed over M, with the bits of the sums that `LeanLinear` takes in the cast."""
+    return kernels.column_sums(dy) if sums_in_cast(plan) else dy.sum(dim=0)
 
 
 def fprop(call: LinearCall, x, weight, *, keep_input: bool, keep_weight: bool):

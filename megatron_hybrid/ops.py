@@ -78,6 +78,17 @@ def _(y, bias):
     return torch.empty_like(y)
 
 
+@torch.library.custom_op(f"{_LIB}::column_sums", mutates_args=())
+def column_sums(x: torch.Tensor) -> torch.Tensor:
+    """See `kernels.column_sums`."""
+    return kernels.column_sums(x)
+
+
+@column_sums.register_fake
+def _(x):
+    return x.new_empty(x.shape[1])
+
+
 @torch.library.custom_op(f"{_LIB}::add_to_main_grad", mutates_args=())
 def add_to_main_grad(weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
     """Add the FP32 gradient of a weight to its `main_grad`; gives the placeholder for autograd.

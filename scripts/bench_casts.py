@@ -14,8 +14,11 @@ import torch
 from bench_common import write_result
 
 import megatron_hybrid as mh
+from megatron_hybrid import kernels
 from megatron_hybrid.explain import Table
 from megatron_hybrid.formats import COLUMNWISE, ROWWISE
+from megatron_hybrid.lean import OperandCast
+from megatron_hybrid.ops_triton.swiglu import swiglu
 
 DERIVED = "rowwise_dequantized"
 CASES = [  # (goal, rowwise, columnwise, source)
@@ -44,6 +47,7 @@ DECODED = [  # (rowwise, columnwise)
     ("fp8_current_e4m3", None), ("fp8_block_e4m3", None), ("mxfp8_e4m3", None), ("nvfp4", None),
     ("nvfp4:row_scaled", None), (None, "mxfp8_e4m3"), (None, "nvfp4:rht"),
 ]  # fmt: skip
+FUSED = ["fp8_delayed_e4m3", "fp8_block_e4m3", "mxfp8_e4m3"]
 AMAXES = ["fp8_current_e4m3", "fp8_rowwise_e4m3", "nvfp4:rht"]
 
 
@@ -74,6 +78,11 @@ def needed_bytes(x, quantizer, payloads) -> int:
         for f, d in zip(quantizer.formats(), (ROWWISE, COLUMNWISE))
     )
     return x.nbytes * (2 if amax_first else 1) + sum(p.nbytes for p in payloads if p is not None)
+
+
+def cast_states(name: str):
+    """(rowwise, columnwise) state of a pair of one format."""
+    return mh.HybridQuantizer(name, name).new_state("cuda")
 
 
 def caster(quantizer, device):
@@ -130,6 +139,39 @@ class Bench:
                 nbytes = 0 if self.args.once else needed_bytes(x, q, run(x))
                 self.add(goal, what, run, self.inputs, nbytes, lambda q=q: check(q, x))
 
+    def fused(self):
+        """What a cast takes along: sums of columns, and SwiGLU of (M, 2F), each beside the same in kernels of their own."""
+        x = self.inputs[0]
+        for name in FUSED:
+            cast = OperandCast(mh.HybridQuantizer(name, name), True, "cuda")
+            states = cast_states(name)
+            payload = sum(p.nbytes for p in cast(x, True, True, states))
+
+            def with_sums(x, cast=cast, states=states):
+                parts = kernels.sum_parts(x)
+                cast(x, True, True, states, sums=parts)
+                return parts.sum(dim=0).to(x.dtype)
+
+            def after_sum(x, cast=cast, states=states):
+                cast(x, True, True, states)
+                return x.sum(dim=0)
+
+            def gated(x, cast=cast, states=states):
+                gate, up = x.chunk(2, dim=1)
+                return cast(up, True, True, states, gate=gate)
+
+            def after_swiglu(x, cast=cast, states=states):
+                return cast(swiglu(x), True, True, states)
+
+            def equal(gated=gated, after_swiglu=after_swiglu):
+                return all(same_bytes(a.qdata, b.qdata) for a, b in zip(gated(x), after_swiglu(x)))
+
+            half = x.nbytes + payload // 2
+            self.add("-", f"sums with {name} | {name}", with_sums, self.inputs, x.nbytes + payload, lambda: None)
+            self.add("-", f"torch's sum after {name} | {name}", after_sum, self.inputs, x.nbytes + payload, lambda: None)
+            self.add("-", f"swiglu in {name} | {name}", gated, self.inputs, half, equal)
+            self.add("-", f"swiglu before {name} | {name}", after_swiglu, self.inputs, half, lambda: None)
+
     def decodes(self):
         out = torch.empty(self.inputs[0].shape, dtype=torch.bfloat16, device="cuda")
         for row, col in DECODED:
@@ -168,6 +210,7 @@ def main() -> None:
     args = parser.parse_args()
     bench = Bench(args)
     bench.casts()
+    bench.fused()
     bench.decodes()
     bench.amaxes()
     torch.cuda.synchronize()

@@ -1,4 +1,5 @@
-// The cast kernel: a thread block brings a tile into shared memory once and casts it along rows, along columns, or both.
+// The cast kernel: a thread block brings a tile into shared memory once and casts it along rows, along columns, or both, and sums its columns where it is asked to. The tile
+// is the tensor's, or silu(gate) * up of two.
 //
 // Rows: a thread takes a line of 16, eight threads a row, and writes its codes straight to global memory. Columns: a
 // thread takes lines of two neighbouring columns, 32 rows in two steps, and the codes go through shared memory so that
@@ -260,6 +261,29 @@ __device__ void store_columns(const Direction& d, const Tile& t, const uint8_t* 
   copy_out<kind>(staging, d.codes + row * d.pitch + first / kPerByte, d.pitch, rows, (cols + kPerByte - 1) / kPerByte, d.width);
 }
 
+// Sums of the tile's columns, in an order that depends on the tile alone: 32 rows from the top, then the four of these.
+template <class T>
+__device__ void sum_columns(float* sums, int64_t width, const Tile& t, const char* tile, Exchange& ex) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int j = warp % 2 * (kTile / 2) + 2 * lane, i0 = warp / 2 * kStripRows;
+  float lo = 0.0f, hi = 0.0f;
+#pragma unroll 8
+  for (int r = 0; r < kStripRows; ++r) {
+    const Pair<T> p = load_pair<T>(tile, i0 + r, j);
+    lo += p.lo(), hi += p.hi();
+  }
+  ex.strips[warp / 2][j] = static_cast<int32_t>(float_bits(lo)), ex.strips[warp / 2][j + 1] = static_cast<int32_t>(float_bits(hi));
+  __syncthreads();
+  const int c = threadIdx.x;
+  if (c < t.cols) {
+    float all = 0.0f;
+    MH_UNROLL
+    for (int strip = 0; strip < kStrips; ++strip) all += bits_float(static_cast<uint32_t>(ex.strips[strip][c]));
+    sums[t.m0 / kTile * width + t.k0 + c] = all;
+  }
+  __syncthreads();  // the casts use the strips for their amaxes
+}
+
 // Encode scales known before the cast are stored by whichever thread comes by, also where the payload is empty.
 __device__ inline void store_preset_scales(const Direction& d, int64_t lines) {
   if (!is_preset(d.spec)) return;
@@ -298,7 +322,10 @@ __global__ void __launch_bounds__(kThreads, (kBlocksAtOnce<T, row, col>)) cast_t
   if (item.look) look<T>(a, item);
   if (!item.cast) return;
   const Tile t = a.tiling.tile(item.at);
-  start_tile<T>(a.x, a.vector, t, tile);
+  if (a.gate)
+    gate_tile<T>(a.x, a.gate, a.vector, t, tile);
+  else
+    start_tile<T>(a.x, a.vector, t, tile);
   if (a.panels.done) {
     if (threadIdx.x == 0) wait_for(a.panels, item.panel);
     __syncthreads();
@@ -306,6 +333,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksAtOnce<T, row, col>)) cast_t
   if constexpr (row != Kind::none) load_outer<row>(a.row, t, a.panels.done, ex);
   wait_copies();
   __syncthreads();
+  if (a.sums) sum_columns<T>(a.sums, a.x.cols, t, tile, ex);
   if constexpr (row != Kind::none) most[0] = cast_rows<T, row>(a.row, t, a.derived, tile, ex);
   if constexpr (col != Kind::none) {
     if (a.derived) __syncthreads();
@@ -332,9 +360,7 @@ constexpr bool kHasPlainFp4 = std::is_same_v<T, BFloat16>;
 template <class T, Kind row>
 void launch_row(const CastArgs& args, Kind col, const Where& where) {
   switch (col) {
-    case Kind::none:
-      if constexpr (row != Kind::none) launch_kinds<T, row, Kind::none>(args, where);
-      return;
+    case Kind::none: return launch_kinds<T, row, Kind::none>(args, where);
     case Kind::fp8: return launch_kinds<T, row, Kind::fp8>(args, where);
     case Kind::fp4:
       if constexpr (kHasPlainFp4<T>) return launch_kinds<T, row, Kind::fp4>(args, where);

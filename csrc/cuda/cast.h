@@ -34,11 +34,13 @@ struct Panels {
 
 struct CastArgs {
   Matrix x;
+  const void* gate;  // null, or of x's strides: silu(gate) * x is cast
   bool vector;
   Tiling tiling;
   uint32_t items;  // of work, one a thread block: tiles, and looks for row amaxes
   Direction row, col;
   Panels panels;
+  float* sums;  // null, or a row a row of tiles
   bool derived;
   const int32_t* noop;
 };

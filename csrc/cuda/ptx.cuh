@@ -166,4 +166,17 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* counter) {
 #endif
 }
 
+// x * sigmoid(x) from the exponential and the division that Triton's compiler picks, so that both give the same bits.
+__device__ __forceinline__ float silu(float x) {
+  constexpr float kLog2E = 1.44269504088896340736f;
+#if defined(__CUDACC__)
+  float power, result;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(power) : "f"(-x * kLog2E));
+  asm("div.full.f32 %0, %1, %2;" : "=f"(result) : "f"(x), "f"(1.0f + power));
+  return result;
+#else
+  return x / (1.0f + static_cast<float>(exp2(static_cast<double>(-x * kLog2E))));
+#endif
+}
+
 }  // namespace mh::cuda

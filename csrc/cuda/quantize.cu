@@ -57,9 +57,10 @@ bool fits(const PairArgs& p, bool swapped) {
   return swapped ? !p.derived && (!p.has_col || p.col.out.transposed) : !p.has_row || !p.row.out.transposed;
 }
 
-// Whether the kernel sees the transposed matrix: where its memory runs along M, or where only that fits.
+// Whether the kernel sees the transposed matrix: where its memory runs along M, or where only that fits. Sums are over M as
+// the kernel sees it.
 bool sees_swapped(const PairArgs& p, const Matrix& x) {
-  const bool prefers = x.col_stride != 1 && x.row_stride == 1;
+  const bool prefers = !p.sums && !p.gate && x.col_stride != 1 && x.row_stride == 1;
   return fits(p, prefers) ? prefers : !prefers;
 }
 
@@ -75,12 +76,13 @@ __global__ void __launch_bounds__(kThreads) clear_panels(Panels panels, int64_t 
 
 // `looks`: the kernel takes the row amaxes itself.
 void launch_pair(const PairArgs& p, bool looks, const Where& where) {
-  const QuantizeArgs& any = p.has_row ? p.row : p.col;
+  const QuantizeArgs& any = p.has_col && !p.has_row ? p.col : p.row;
   const Matrix x = contiguous_strides(any.x);
   const bool swapped = sees_swapped(p, x);
   CastArgs a{};
   a.x = swapped ? transposed(x) : x;
-  a.vector = loads_vectors(a.x);
+  a.gate = p.gate;
+  a.vector = loads_vectors(a.x) && (!p.gate || (access_width(p.gate, 0) == kVector && a.x.cols % (kVector / 2) == 0));
   // after an amax pass, backwards: the end of what that pass read is still in the L2
   const bool after_pass = (p.has_row && is_measured(p.row)) || (p.has_col && is_measured(p.col));
   a.tiling = make_tiling(a.x.rows, a.x.cols, after_pass && !looks);
@@ -98,6 +100,7 @@ void launch_pair(const PairArgs& p, bool looks, const Where& where) {
   };
   if (p.has_row) add(p.row, swapped);
   if (p.has_col) add(p.col, !swapped);
+  a.sums = p.sums;
   a.derived = p.derived;
   a.noop = any.noop;
   by_dtype(x.dtype, [&](auto t) { launch_cast<decltype(t)>(a, row, col, where); });
@@ -121,11 +124,11 @@ void quantize(const PairArgs& args, const Where& where) {
   measure(p, where);
   p.has_row = args.has_row && has_work(args.row);
   p.has_col = args.has_col && has_work(args.col);
-  if (!p.has_row && !p.has_col) return;
+  if (!p.has_row && !p.has_col && !p.sums) return;
   if (fits(p, false) || fits(p, true)) return launch_pair(p, looks, where);
   p.has_col = false;
   launch_pair(p, false, where);
-  p.has_col = true, p.has_row = false;
+  p.has_col = true, p.has_row = false, p.sums = nullptr;
   launch_pair(p, false, where);
 }
 

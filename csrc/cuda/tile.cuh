@@ -78,6 +78,41 @@ __device__ void start_tile(const Matrix& x, bool vector, const Tile& t, char* ti
   }
 }
 
+// A tile of silu(gate) * x, rounded to T, with zeros where the matrix ends. `vector` as in start_tile, of both, and whole chunks.
+template <class T>
+__device__ void gate_tile(const Matrix& x, const void* gate, bool vector, const Tile& t, char* tile) {
+  using Raw = typename T::Raw;
+  constexpr int kPerChunk = kVector / static_cast<int>(sizeof(Raw)), kChunks = kTile / kPerChunk;
+  const int64_t first = t.m0 * x.row_stride + t.k0 * x.col_stride;
+  const Raw *ups = static_cast<const Raw*>(x.data) + first, *gates = static_cast<const Raw*>(gate) + first;
+  if (!vector) {
+    for (int at = threadIdx.x; at < kTile * kTile; at += kThreads) {
+      const int i = at / kTile, j = at % kTile;
+      const int64_t offset = i * x.row_stride + j * x.col_stride;
+      const bool inside = i < t.rows && j < t.cols;
+      *reinterpret_cast<Raw*>(tile + element_offset<T>(i, j)) =
+          inside ? T::store(silu(load_raw<T>(gates[offset])) * load_raw<T>(ups[offset])) : Raw{};
+    }
+    return;
+  }
+#pragma unroll 2
+  for (int n = 0; n < kTile * kChunks / kThreads; ++n) {
+    const int at = n * kThreads + threadIdx.x, i = at / kChunks, chunk = at % kChunks;
+    Pair<T> both[2][kPerChunk / 2] = {};
+    if (i < t.rows && chunk * kPerChunk < t.cols) {
+      const int64_t offset = i * x.row_stride + chunk * kPerChunk;
+      const uint4 v[2] = {*reinterpret_cast<const uint4*>(gates + offset), *reinterpret_cast<const uint4*>(ups + offset)};
+      memcpy(both, v, sizeof both);
+    }
+    MH_UNROLL
+    for (int e = 0; e < kPerChunk / 2; ++e)
+      both[0][e] = Pair<T>::near(silu(both[0][e].lo()) * both[1][e].lo(), silu(both[0][e].hi()) * both[1][e].hi());
+    uint4 out;
+    memcpy(&out, both[0], sizeof out);
+    *reinterpret_cast<uint4*>(tile + chunk_offset<T>(i, chunk)) = out;
+  }
+}
+
 // The line along K that starts at (i, j).
 template <class T>
 __device__ __forceinline__ void load_line(const char* tile, int i, int j, Pair<T> (&line)[kLine / 2]) {

@@ -63,11 +63,15 @@ struct QuantizeArgs {
 };
 
 // Both directions of one tensor, or one of them. `derived`: the column is cast from the row's decode, rounded to the
-// dtype of `x`.
+// dtype of `x`. `sums`: CUDA only, null or one FP32 row of sums over M a kPanelRows rows of `x`, taken in the same read;
+// then neither direction need be there, and `row.x` is the tensor. `gate`: CUDA only, null or a matrix of the shape, dtype
+// and strides of `x`; what is cast and summed is then silu(gate) * x, rounded to that dtype.
 struct PairArgs {
   QuantizeArgs row, col;
   bool has_row, has_col;
   bool derived;
+  float* sums;
+  const void* gate;
 };
 
 struct DequantizeArgs {

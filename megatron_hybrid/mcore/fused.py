@@ -7,11 +7,11 @@ import types
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
+from ..gated_cast import swiglu_for
 from ..ops_triton.cross_entropy import cross_entropy
 from ..ops_triton.norm import MAX_SIZE as MAX_NORM_SIZE
 from ..ops_triton.norm import norm
 from ..ops_triton.rotary import split_rotate
-from ..ops_triton.swiglu import swiglu
 from .norm import HybridNorm
 
 __all__ = ["MAX_NORM_SIZE", "FusedMLP", "FusedNorm", "FusedResidualNorm", "FusedSelfAttention", "fuse_loss"]
@@ -40,13 +40,14 @@ class FusedResidualNorm(FusedNorm):
 
 
 class FusedMLP(MLP):
-    """Megatron's gated MLP, SwiGLU in one kernel each way."""
+    """Megatron's gated MLP, SwiGLU in one kernel each way, which also casts for the next linear where it can."""
 
     def forward(self, hidden_states, per_token_scale=None, **others):
         if per_token_scale is not None:
             return super().forward(hidden_states, per_token_scale, **others)
         y, bias = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(y, bias))
+        fc2 = self.linear_fc2
+        return fc2(swiglu_for(y, bias, fc2.hq, fc2.weight, training=fc2.training))
 
 
 class FusedSelfAttention(SelfAttention):

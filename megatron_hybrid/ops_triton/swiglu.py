@@ -46,6 +46,18 @@ def _swiglu_backward(dy, x, bias, dx, dy_stride, stride, F, BIASED: tl.constexpr
     tl.store(dx + row * 2 * F + F + col, d * gate * s, mask=col < F)
 
 
+def gradient(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """Gradient (M, 2F) of rows x (M, 2F) from that of y, dy (..., F)."""
+    M, F = x.shape[0], x.shape[1] // 2
+    dy, dx = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    with on_device(x):
+        _swiglu_backward[M, triton.cdiv(F, _BLOCK)](
+            dy, x, x if bias is None else bias, dx, dy.stride(0), x.stride(0), F,
+            BIASED=bias is not None, BLOCK=_BLOCK,
+        )  # fmt: skip
+    return dx
+
+
 class SwigluFunction(torch.autograd.Function):
     """See `swiglu`."""
 
@@ -66,13 +78,7 @@ class SwigluFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, bias = ctx.saved_tensors
-        M, F = x.shape[0], x.shape[1] // 2
-        dy, dx = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        with on_device(x):
-            _swiglu_backward[M, triton.cdiv(F, _BLOCK)](
-                dy, x, x if bias is None else bias, dx, dy.stride(0), x.stride(0), F,
-                BIASED=bias is not None, BLOCK=_BLOCK,
-            )  # fmt: skip
+        dx = gradient(dy, x, bias)
         dbias = column_sum(dx).to(bias.dtype) if bias is not None and ctx.needs_input_grad[1] else None
         return dx.view(ctx.shape), dbias
 

@@ -142,6 +142,8 @@ int main(int argc, char** argv) {
     p.derived = p.has_row && p.has_col && one_in(4) && col.element != Element::e2m1 && col.block_m > 1;
     if (p.has_row) p.row = random_cast(buffers, row, x, !p.derived && one_in(4));
     if (p.has_col) p.col = random_cast(buffers, col, x, !one_in(3));
+    p.row.x = x;
+    if (one_in(4) && !(p.has_row && p.row.out.transposed)) p.sums = buffers.get<float>(blocks(x.rows, kPanelRows) * x.cols);
     cuda::quantize(p, kHere);
     if (p.has_row) decode(buffers, p.row);
     if (p.has_col) decode(buffers, p.col);

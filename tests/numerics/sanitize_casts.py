@@ -12,6 +12,8 @@ from test_cast_pair import LAYOUTS, check_pair, empty, lay_out, new_states
 
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
+from megatron_hybrid.lean import OperandCast
+from megatron_hybrid.quantizer import HybridQuantizer
 from megatron_hybrid.storage import cast_pair
 from megatron_hybrid.testing.generators import cast_input, make_input
 
@@ -58,9 +60,19 @@ def derived_columns() -> int:
     return len(rows) * 2
 
 
+def sums() -> int:
+    for turn, layout in enumerate(LAYOUTS):
+        x = lay_out(cast_input(make_input("normal", SHAPES[turn % 2]), "bfloat16").cuda(), layout)
+        both = OperandCast(HybridQuantizer("mxfp8_e4m3", "fp8_block_e4m3"), True, "cuda")
+        parts = kernels.sum_parts(x)
+        both(x, True, True, None, parts)
+        assert torch.equal(parts.sum(dim=0).bfloat16(), kernels.column_sums(x))
+    return len(LAYOUTS)
+
+
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    calls = pairs() + single_directions() + derived_columns()
+    calls = pairs() + single_directions() + derived_columns() + sums()
     torch.cuda.synchronize()
     print(f"{calls} casts, bytes as on the CPU")
 

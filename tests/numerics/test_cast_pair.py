@@ -12,6 +12,7 @@ import torch
 import megatron_hybrid as mh
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
+from megatron_hybrid.lean import OperandCast
 from megatron_hybrid.scaling import DelayedState
 from megatron_hybrid.storage import QuantizedStorage, cast, cast_pair, derive_columnwise
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
@@ -72,6 +73,21 @@ def empty(name, direction, x, transposed):
 def assert_same(got: QuantizedStorage, expected: QuantizedStorage, what: str):
     for name, buffer in expected.buffers().items():
         assert_bitwise_equal(got.buffers()[name], buffer, f"{what}: {name}")
+
+
+def panel_sums(x: torch.Tensor) -> torch.Tensor:
+    """What a cast sums of `x` (M, K): FP32, 32 rows after each other, four of these, a row a panel of 128."""
+    M, K = x.shape
+    padded = torch.zeros(-(-M // 128) * 128, K, device=x.device)
+    padded[:M] = x
+    strips = padded.view(-1, 4, 32, K)
+    total = torch.zeros_like(strips[:, :, 0])
+    for r in range(32):
+        total = total + strips[:, :, r]
+    panels = torch.zeros_like(total[:, 0])
+    for s in range(4):
+        panels = panels + total[:, s]
+    return panels
 
 
 def check_pair(x, names, device, what, transposed=(False, False)):
@@ -288,3 +304,40 @@ def test_amax_of_columns_that_do_not_move(fmt, device):
     q = mh.HybridQuantizer(fmt, fmt)
     for found, expected in zip(q.amax(y[:, :1].expand(64, 512)), q.amax(y[:, :1].expand(64, 512).contiguous())):
         assert torch.equal(found, expected) and found.max() == 100.0
+
+
+@pytest.mark.gpu
+@no_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_sums_of_columns_on_the_way(dtype):
+    """p24, p18: a linear's bias gradient is the sum in a fixed order, with and without its casts, in any layout."""
+    for shape, layout in itertools.product((*SHAPES, (0, 32), (1, 300), (300, 1)), LAYOUTS):
+        x = lay_out(cast_input(make_input("normal", shape), dtype).cuda(), layout)
+        expected = panel_sums(x).sum(dim=0).to(x.dtype)
+        assert_bitwise_equal(kernels.column_sums(x), expected, f"{shape} {layout}")
+        for fmt in ("fp8_current_e4m3", "mxfp8_e4m3", "nvfp4:row_scaled"):
+            lean = OperandCast(mh.HybridQuantizer(fmt, fmt), True, "cuda")
+            parts = kernels.sum_parts(x)
+            got = lean(x, True, True, None, sums=parts)
+            assert_bitwise_equal(parts.sum(dim=0).to(x.dtype), expected, f"{fmt} {shape} {layout}")
+            for a, b in zip(got, lean(x, True, True, None)):
+                assert_same(a, b, f"{fmt} {shape} {layout} {a.direction}")
+
+
+@pytest.mark.gpu
+@no_gpu
+def test_bias_gradients_of_both_ways_are_the_same(monkeypatch):
+    """p18: the short way of a linear sums in the cast, the long way by itself."""
+    torch.manual_seed(0)
+    layer = mh.HybridLinear(256, 272, recipe="mxfp8", device="cuda", dtype=torch.bfloat16)
+    x, dy = torch.randn(145, 256).bfloat16().cuda(), torch.randn(145, 272).bfloat16().cuda()
+    found = []
+    for short in (True, False):
+        if not short:
+            monkeypatch.setattr("megatron_hybrid.linear.runs_lean", lambda *a: False)
+        layer.bias.grad = None
+        layer(x).backward(dy)
+        found.append(layer.bias.grad)
+    assert torch.equal(*found)
+    exact = dy.double().sum(dim=0)
+    assert ((found[0].double() - exact).abs() <= exact.abs() * 2**-8 + dy.double().abs().sum(dim=0) * 145 * 2**-24).all()
