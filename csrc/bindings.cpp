@@ -191,7 +191,7 @@ void quantize_pair(const py::object& row, const py::object& col, uintptr_t data,
     ++axis;
   }
   pair.derived = derived;
-  check(pair.has_row || pair.has_col || sums, "quantize_pair: neither direction is given, and no sums");
+  check(pair.has_row || pair.has_col || sums || m == 0, "quantize_pair: neither direction is given, and no sums");
   check(!sums || (kIsCuda && !(pair.has_row && pair.row.out.transposed)),
         "sums: on CUDA only, and not with a row payload that is transposed");
   check(!derived || (kIsCuda && pair.has_row && pair.has_col && !pair.row.out.transposed),

@@ -85,7 +85,8 @@ def test_derived_columns(emulated, row):
 @pytest.mark.parametrize("row", [None, *FORMATS])
 def test_sums_of_columns(emulated, row):
     """Sums taken on the way are those of the fixed order, whatever is cast; the bytes of the casts stay."""
-    for turn, (col, shape) in enumerate(itertools.product((None, "mxfp8_e4m3", "nvfp4:rht,sr"), SHAPES)):
+    shapes = (*SHAPES, (0, 32), (1, 300), (300, 1))
+    for turn, (col, shape) in enumerate(itertools.product((None, "mxfp8_e4m3", "nvfp4:rht,sr"), shapes)):
         x = lay_out(cast_input(make_input("normal", shape), ("bfloat16", "float32", "float16")[turn % 3]), LAYOUTS[turn % 4])
         outs = [None if n is None else empty(n, d, x, d == COLUMNWISE) for n, d in zip((row, col), DIRECTIONS)]
         sums = torch.full((-(-shape[0] // emulated.PANEL_ROWS), shape[1]), float("nan"))
