@@ -144,6 +144,8 @@ int main(int argc, char** argv) {
     if (p.has_col) p.col = random_cast(buffers, col, x, !one_in(3));
     p.row.x = x;
     if (one_in(4) && !(p.has_row && p.row.out.transposed)) p.sums = buffers.get<float>(blocks(x.rows, kPanelRows) * x.cols);
+    const auto measures = [](const QuantizeArgs& a) { return a.measured && !a.fixed_scale; };
+    if (one_in(4) && !measures(p.row) && !measures(p.col)) p.gate = x.data;
     cuda::quantize(p, kHere);
     if (p.has_row) decode(buffers, p.row);
     if (p.has_col) decode(buffers, p.col);

@@ -60,19 +60,21 @@ def derived_columns() -> int:
     return len(rows) * 2
 
 
-def sums() -> int:
+def sums_and_gates() -> int:
     for turn, layout in enumerate(LAYOUTS):
         x = lay_out(cast_input(make_input("normal", SHAPES[turn % 2]), "bfloat16").cuda(), layout)
         both = OperandCast(HybridQuantizer("mxfp8_e4m3", "fp8_block_e4m3"), True, "cuda")
         parts = kernels.sum_parts(x)
-        both(x, True, True, None, parts)
+        both(x, True, True, None, sums=parts)
         assert torch.equal(parts.sum(dim=0).bfloat16(), kernels.column_sums(x))
-    return len(LAYOUTS)
+        gate, up = lay_out(torch.cat((x, x), dim=1), layout).chunk(2, dim=1)
+        both(up, True, True, None, sums=parts, gate=gate)
+    return 2 * len(LAYOUTS)
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    calls = pairs() + single_directions() + derived_columns() + sums()
+    calls = pairs() + single_directions() + derived_columns() + sums_and_gates()
     torch.cuda.synchronize()
     print(f"{calls} casts, bytes as on the CPU")
 
