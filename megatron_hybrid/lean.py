@@ -91,7 +91,7 @@ class OperandCast:
         if columnwise:
             col, cols, alive_col = self.col.made(x, states, amaxes[1])
         if rows is not None or cols is not None or sums is not None:
-            kernels.cast_directions(x, rows, cols, sums, gate)
+            kernels.cast_directions(x, rows, cols, sums=sums, gate=gate)
         del alive_row, alive_col  # not before
         return row, col
 
