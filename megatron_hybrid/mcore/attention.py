@@ -8,28 +8,36 @@ import math
 
 import torch
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.utils import divide
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 
+from . import context_parallel
 from .errors import UserError
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 _HOPPER = (9, 0)
+_CP_COMMUNICATION = (None, "p2p", "all_gather")  # p2p is Megatron's default; what is computed is the same
 
 
 def refuse_unsupported(config) -> None:
     """Raise `UserError` for what this attention cannot do, with the reason."""
     reasons = {
-        "context parallelism (--context-parallel-size)": config.context_parallel_size > 1,
         "sliding windows (--window-size)": config.window_size is not None,
         f"softmax type {config.softmax_type!r} (--softmax-type)": config.softmax_type != "vanilla",
     }
     for what, asked in reasons.items():
         if asked:
             raise UserError(f"{what}: torch's scaled-dot-product attention has no such thing; leave it out")
+    kinds = config.cp_comm_type if isinstance(config.cp_comm_type, list) else [config.cp_comm_type]
+    if config.context_parallel_size > 1 and (others := set(kinds) - set(_CP_COMMUNICATION)):
+        raise UserError(
+            f"--cp-comm-type {' '.join(sorted(map(str, others)))}: this attention gathers keys and values; leave it out or "
+            "give all_gather"
+        )
 
 
 class HybridDotProductAttention(MegatronModule):
@@ -47,6 +55,7 @@ class HybridDotProductAttention(MegatronModule):
         super().__init__(config=config)
         refuse_unsupported(config)
         self.attn_mask_type, self.zeroed = attn_mask_type, zeroed
+        self.cp_group = _context_parallel_group(pg_collection) if config.context_parallel_size > 1 else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         head_size = divide(config.kv_channels * config.num_attention_heads, config.num_attention_heads)
         # --apply-query-key-layer-scaling divides here and multiplies before the softmax: no change in exact arithmetic
@@ -60,12 +69,31 @@ class HybridDotProductAttention(MegatronModule):
         if attention_bias is not None:
             raise UserError("attention bias is not supported by this attention")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
-        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [batch, heads, sequence, head size]
-        mask, is_causal = self._mask(mask_type, attention_mask, q.shape[2], k.shape[2], q.device)
         with self._generator():
-            out = _sdpa(q, k, v, mask, is_causal, self.dropout if self.training else 0.0, self.scale)
-        out = out.permute(2, 0, 1, 3).flatten(2)
+            if self.cp_group is None:
+                mask = self._mask(mask_type, attention_mask, query.shape[0], key.shape[0], query.device)
+                out = self._attend(query, key, value, mask)
+            else:
+                out = self._attend_over_ranks(query, key, value, mask_type, attention_mask)
+        out = out.flatten(2)
         return out * 0 if self.zeroed else out
+
+    def _attend(self, query, key, value, mask):
+        """[sequence, batch, heads, head size]; mask: what `_mask` returns."""
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))  # [batch, heads, sequence, head size]
+        out = _sdpa(q, k, v, *mask, self.dropout if self.training else 0.0, self.scale)
+        return out.permute(2, 0, 1, 3)
+
+    def _attend_over_ranks(self, query, key, value, mask_type, given):
+        """The same of a sequence that is split over context-parallel ranks."""
+        if mask_type not in _CAUSAL or given is not None:
+            raise UserError(
+                f"attention mask type {mask_type.name}{'' if given is None else ' with a mask'} beside context parallelism: "
+                "only causal attention without one is supported"
+            )
+        return context_parallel.attend(
+            query, key, value, self.cp_group, lambda q, k, v: self._attend(q, k, v, _last_rows(len(q), len(k), q.device))
+        )
 
     def _mask(self, mask_type, given, num_queries: int, num_keys: int, device):
         """(mask for torch, where True shows; whether torch's own causal mask is meant)."""
@@ -86,6 +114,21 @@ class HybridDotProductAttention(MegatronModule):
         if self.training and self.dropout > 0 and not self.config.sequence_parallel:
             return tensor_parallel.get_cuda_rng_tracker().fork()
         return contextlib.nullcontext()
+
+
+def _context_parallel_group(pg_collection):
+    if pg_collection is not None and getattr(pg_collection, "cp", None) is not None:
+        return pg_collection.cp
+    return parallel_state.get_context_parallel_group()
+
+
+def _last_rows(num_queries: int, num_keys: int, device):
+    """`_mask` of the last queries of a causal sequence."""
+    if num_queries == num_keys:
+        return None, True
+    if device.type == "cuda":
+        return causal_lower_right(num_queries, num_keys), False  # which torch's kernels know
+    return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device).tril(num_keys - num_queries), False
 
 
 def _sdpa(q, k, v, mask, is_causal, dropout, scale):

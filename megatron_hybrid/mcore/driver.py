@@ -113,7 +113,7 @@ def _groups(chunk):
     """(the ranks that share a stage's tensors, those that share its weights only, those that share its experts).
 
     Inputs are the same on all tensor-parallel ranks or split among them, weights are split among them and the same
-    on data-parallel ranks, and every data-parallel rank sees other tokens: one scale for all of them. Pipeline stages
+    on data- and context-parallel ranks, each of which sees other tokens: one scale for all of them. Pipeline stages
     share nothing. An expert's tensors are shared by the expert-tensor-parallel ranks and, other tokens, by the
     expert-data-parallel ones.
     """
@@ -124,7 +124,10 @@ def _groups(chunk):
     if amax_group is None:
         amax_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     expert_groups = [getattr(groups, name, None) for name in ("expt_tp", "expt_dp")]
-    return amax_group, groups.dp, [group for group in expert_groups if group is not None]
+    same_weights = getattr(groups, "dp_cp", None)
+    if same_weights is None:
+        same_weights = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return amax_group, same_weights, [group for group in expert_groups if group is not None]
 
 
 def attach_in_run(chunks: list) -> list:

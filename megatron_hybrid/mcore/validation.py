@@ -103,6 +103,10 @@ def check_ranks(args) -> None:
             f"{given} needs a multiple of {product} ranks, found {args.world_size}; start as many with "
             f"torchrun --nproc-per-node, or lower the sizes"
         )
+    if args.use_torch_fsdp2 and args.context_parallel_size > 1:
+        raise UserError(
+            f"--use-torch-fsdp2 beside --context-parallel-size {args.context_parallel_size} is not supported; leave one out"
+        )
     _check_expert_ranks(args)
     tp = args.tensor_model_parallel_size
     if args.sequence_parallel and args.seq_length is not None and args.seq_length % tp:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import mcore_model_experts
 import mcore_model_steps
 import torch
 import torch.distributed as dist
 from checks import run_checks, start
 from mcore_model_common import (
-    LAYERS, MIXED, VOCAB, B, F, H, S, bf16, build, config, linear, losses, mpu, parallel, rank, shard,
+    LAYERS, MIXED, VOCAB, B, F, H, S, bf16, build, config, drawn, linear, losses, mpu, parallel, rank, shard,
 )  # fmt: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -21,6 +23,7 @@ from megatron_hybrid import HybridQuantizer, Recipe, RecipeError, list_recipes
 from megatron_hybrid.linear import LOCAL, hybrid_linear
 from megatron_hybrid.mcore import driver, planning
 from megatron_hybrid.mcore.attention import HybridDotProductAttention
+from megatron_hybrid.mcore.errors import UserError
 from megatron_hybrid.mcore.layers import HybridColumnParallelLinear, HybridRowParallelLinear
 from megatron_hybrid.mcore.modules import enumerate_modules
 from megatron_hybrid.mcore.norm import HybridNorm
@@ -236,6 +239,43 @@ def check_attention():
     zeroed = HybridDotProductAttention(cfg, 1, AttnMaskType.causal, "self", zeroed=True)
     out = zeroed(*tensors, None)
     assert out.abs().max() == 0 and out.requires_grad
+
+
+def check_attention_over_context_parallel_ranks():
+    """Each rank's chunks of the sequence: output and gradients are those rows of the whole sequence's, in FP32.
+
+    A sum of gradients over ranks, and over fewer keys at once: a few dozen roundings of 2^-24.
+    """
+    parallel(cp=2)
+    chunks = [rank(), 3 - rank()]
+    own = lambda t: torch.cat([t.chunk(4)[c] for c in chunks])  # noqa: E731
+    for groups in (4, 2):
+        more = dict(num_query_groups=groups, bf16=False, params_dtype=torch.float32)
+        whole = [drawn(torch.randn, S, B, n, H // 4, seed=n + i).requires_grad_() for i, n in enumerate((4, groups, groups))]
+        expected = attend(HybridDotProductAttention, config(context_parallel_size=1, **more), None, *whole)
+        mine = [own(t.detach()).requires_grad_() for t in whole]
+        found = attend(HybridDotProductAttention, config(**more), None, *mine)
+        for name, a, b in zip(("out", "dq", "dk", "dv"), found, expected):
+            assert (a - own(b)).abs().max() <= 64 * 2.0**-24 * b.abs().max(), (name, groups)
+    with raises(UserError, "only causal attention"):
+        attend(HybridDotProductAttention, config(**more), None, *mine, kind=AttnMaskType.no_mask)
+    with raises(UserError, "--cp-comm-type a2a"):
+        HybridDotProductAttention(config(cp_comm_type="a2a", **more), 1, AttnMaskType.causal, "self")
+    seen = set()
+    for recipe in ("nvfp4", "fp8_delayed"):
+        hooks = driver.attach([build(recipe).module], seed=1)
+        seen.add((hooks.controller.keys.replica, hooks.controller.keys.num_replicas, hooks.group.size()))
+    assert seen == {(rank(), 2, 2)}  # other random bits, shared amaxes
+
+
+@contextlib.contextmanager
+def raises(kind, text: str):
+    try:
+        yield
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"no {kind.__name__} with {text!r}")
 
 
 def check_every_shipped_recipe():

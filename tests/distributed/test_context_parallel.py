@@ -1,0 +1,76 @@
+"""Training with the sequence split over context-parallel ranks, against one rank on the same tokens; one launch of four."""
+
+from __future__ import annotations
+
+import pytest
+from mcore_cases import ITERATIONS, MIXED, MOCK, MODEL, SCRIPT, TP2, Case, assert_ended, numbers, run_cases, same
+
+pytestmark = pytest.mark.dist
+CP2, CP4 = ["--context-parallel-size", "2"], ["--context-parallel-size", "4"]
+GROUPS = ["--group-query-attention", "--num-query-groups", "2"]
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+
+
+def case(name: str, ranks: int, *flags: str) -> Case:
+    return Case(name, [SCRIPT, *MODEL, *MOCK, *GROUPS, "--hq-metrics-file", f"{{folder}}/{name}.metrics", *flags], ranks)
+
+
+def recipe(name: str) -> list[str]:
+    return ["--hq-recipe", name]
+
+
+CASES = [
+    case("bf16_one", 1, *recipe("bf16")),
+    case("bf16_cp2", 2, *CP2, *recipe("bf16")),
+    case("bf16_cp4", 4, *CP4, *recipe("bf16")),
+    case("bf16_tp2_one", 2, *TP2, *recipe("bf16")),
+    case("bf16_tp2_cp2", 4, *TP2, *CP2, *recipe("bf16")),
+    case("mixed_one", 1, *recipe(MIXED)),
+    case("mixed_cp2", 2, *CP2, *recipe(MIXED), "--save", "{folder}/ckpt", "--save-interval", "2"),
+    case("mixed_resumed", 2, *CP2, *recipe(MIXED), "--load", "{folder}/ckpt", "--ckpt-step", "2"),
+    case("mixed_recomputed", 2, *CP2, *recipe(MIXED), *RECOMPUTE),
+    case("delayed_one", 1, *recipe("fp8_delayed")),
+    case("delayed_cp2", 2, *CP2, *recipe("fp8_delayed")),
+    case("nvfp4_cp2", 2, *CP2, *recipe("nvfp4"), "--num-layers", "6"),
+    case("dp2_cp2", 4, *CP2, *recipe(MIXED)),
+    case("fsdp2", 2, *CP2, "--use-torch-fsdp2", "--ckpt-format", "torch_dist", *recipe("bf16")),
+]
+REFUSED = {"fsdp2"}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cp")
+    return folder, run_cases(CASES, folder, ranks=4)
+
+
+@pytest.mark.parametrize("name", [c.name for c in CASES if c.name not in REFUSED])
+def test_runs_to_the_end(runs, name):
+    assert_ended(runs[1][name])
+    assert sorted(numbers(runs, name))[-1] == ITERATIONS
+
+
+@pytest.mark.parametrize(
+    "found, expected",
+    [("bf16_cp2", "bf16_one"), ("bf16_cp4", "bf16_one"), ("bf16_tp2_cp2", "bf16_tp2_one"), ("mixed_cp2", "mixed_one"),
+     ("delayed_cp2", "delayed_one"), ("dp2_cp2", "mixed_one")],
+)  # fmt: skip
+def test_losses_are_those_of_whole_sequences(runs, found, expected):
+    """The same weights and tokens. bf16 rounds a token's activations to 2^-8; of hundreds of tokens' mean loss little of it
+    is left, and a rank's columns are quantized in blocks of its own tokens."""
+    a, b = numbers(runs, found)[1], numbers(runs, expected)[1]
+    quantized = 1 if found.startswith("bf16") else 4
+    assert a["loss"] == pytest.approx(b["loss"], rel=quantized * 2.0**-10)
+    assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=quantized * 2.0**-6)
+
+
+def test_resumes_and_recomputes_bit_for_bit(runs):
+    resumed = numbers(runs, "mixed_resumed")
+    assert sorted(resumed) == [3, 4]
+    for name in ("mixed_resumed", "mixed_recomputed"):
+        same(numbers(runs, name), numbers(runs, "mixed_cp2"))
+
+
+def test_what_is_not_supported_beside_it_is_refused(runs):
+    done = runs[1]["fsdp2"]
+    assert done.exit == [2, 2] and "--use-torch-fsdp2 beside --context-parallel-size 2 is not supported" in done.output[0]
