@@ -117,6 +117,18 @@ def test_mistakes_exit_2_with_the_cause(argv, says, capsys, tmp_path):
     assert code == 2 and err.startswith("error: ") and says in err and "Traceback" not in err
 
 
+def test_the_folder_of_a_run_points_at_its_checkpoints(capsys, tmp_path):
+    """The folder above that of --save is a likely mistake; files and other folders beside it are passed over."""
+    saved = tmp_path / "checkpoints"
+    for folder in (tmp_path / "a_tensorboard", saved):
+        folder.mkdir()
+    (tmp_path / "metrics.jsonl").write_text("")
+    (saved / "latest_checkpointed_iteration.txt").write_text("30")
+    code, _, err = run(capsys, "explain", "--recipe", "mxfp8", "--checkpoint", str(tmp_path))
+    assert code == 2 and f"{tmp_path} is not a distributed checkpoint" in err
+    assert f"{saved} is such a folder" in err and "a_tensorboard" not in err
+
+
 def test_a_model_file_without_a_size_names_file_and_flag(tmp_path):
     with pytest.raises(ShapeError, match=r"model\.yaml: --num-layers must be a whole number, found None"):
         ModelShape.load(model_file(tmp_path, **{"num-layers": None}))
