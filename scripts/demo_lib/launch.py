@@ -74,11 +74,16 @@ def _read_result(run: Run, label: str) -> TrainingLog:
 
 
 def last_words(run: Run, limit: int = 12) -> str:
-    """The lines of a log that tell why it ended: those that name an error, else the last ones."""
+    """The lines of a log that tell why it ended: those that name an error, else the last ones.
+
+    Of more errors than ``limit`` the first and last halves: what broke first is above, not what other ranks said of it.
+    """
     lines = [line.rstrip() for line in run.log.read_text(errors="replace").splitlines()]
     useful = [line for line in lines if line.strip() and not _BOILERPLATE.search(line)]
     telling = list(dict.fromkeys(line for line in useful if _TELLING.search(line)))
-    return "\n".join("  " + line[:300] for line in (telling or useful)[-limit:])
+    if len(telling) > limit:
+        telling = telling[: limit // 2] + telling[-(limit // 2) :]
+    return "\n".join("  " + line[:300] for line in telling or useful[-limit:])
 
 
 class Progress:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ FAKE = ROOT / "tests" / "fixtures" / "fake_trainer.py"
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from demo_lib import report  # noqa: E402
+from demo_lib.launch import last_words  # noqa: E402
 from demo_lib.settings import load_model, megatron_flags  # noqa: E402
 
 
@@ -71,6 +73,16 @@ def test_failures_are_loud(tmp_path, data, fault, flags, message):
     assert "Traceback (most recent call last):\n  File" not in done.stderr
     if fault == "crash":
         assert "RuntimeError: the fake broke" in done.stderr and "torch.distributed.elastic" not in done.stderr
+
+
+def test_the_error_that_came_first_is_shown_among_many(tmp_path):
+    """Ranks that lose a peer report it after the rank that broke, and there may be many of them."""
+    log = tmp_path / "log.txt"
+    lost = [f"[rank{n}]: DistBackendError: connection closed by rank 0" for n in range(1, 31)]
+    log.write_text("\n".join(["iteration 1", "[rank0]: ValueError: the cause", *lost, "ChildFailedError: x"]))
+    shown = last_words(SimpleNamespace(log=log)).splitlines()
+    assert shown[0].strip() == "[rank0]: ValueError: the cause" and len(shown) == 12
+    assert shown[-1].strip() == lost[-1]
 
 
 def test_flags_after_the_dashes_reach_the_trainer(tmp_path, data):
