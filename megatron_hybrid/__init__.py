@@ -38,6 +38,7 @@ _EXPORTS = {
     "FusedAdam": "optimizer",
     "quantized_model_init": "weights",
     "gather_quantized": "distributed.fsdp2",
+    "offload_activations": "offload",
 }
 
 __all__ = sorted(_EXPORTS)

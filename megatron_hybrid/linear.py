@@ -74,6 +74,10 @@ class WeightCache:
         """(rowwise, columnwise) amaxes of the weight that were reduced over ranks together with others', or None."""
         return None
 
+    def held(self) -> list:
+        """The payloads there are now."""
+        return [s for s in self._held if s is not None]
+
     def invalidate(self) -> None:
         self._key, self._held, self._recorded = None, [None, None], [False, False]
 

@@ -71,6 +71,15 @@ class HybridQuantConfig:
         False,
         "Norms, SwiGLU, rotary embedding and loss as Megatron has them in torch, also where the fused kernels could run.",
     )
+    hq_offload_layers: int = _flag(
+        0,
+        "Keep what the first N layers of each pipeline stage save for backward in host memory: the same bits, less memory "
+        "on the device, as many copies as bytes saved.",
+        metavar="N",
+    )
+    hq_offload_least_bytes: int = _flag(
+        1 << 20, "Tensors smaller than this stay on the device beside --hq-offload-layers.", metavar="BYTES"
+    )
     hq_backward_in_main_thread: bool = _flag(
         False,
         "Run backward in the thread that calls it, not in autograd's own (torch.autograd.set_multithreading_enabled): the "

@@ -12,6 +12,7 @@ import torch
 
 from ..control import Controller
 from ..distributed.amax import WeightAmaxes
+from ..offload import offload_activations
 from ..patches.training_steps import DRIVER
 from ..runtime import LinearRuntime
 from . import fsdp, state
@@ -145,6 +146,7 @@ def attach_in_run(chunks: list) -> list:
             _profile_step(driver.controller, args)
             if getattr(args, "hq_switch_recipe", False):
                 driver.before_first.append(functools.partial(state.follow_recipe, args))
+            _offload_layers(chunks, args)
             if getattr(args, "hq_backward_in_main_thread", False):
                 torch.autograd.set_multithreading_enabled(False)
             if args.use_torch_fsdp2:
@@ -158,6 +160,15 @@ def _say_on_rank_0(line: str) -> None:
     from megatron.training import print_rank_0
 
     print_rank_0(f"> {line}")
+
+
+def _offload_layers(chunks: list, args) -> None:
+    """``--hq-offload-layers``, of every chunk of this stage."""
+    from megatron.core.transformer.transformer_layer import BaseTransformerLayer
+
+    for chunk in chunks if getattr(args, "hq_offload_layers", 0) else ():
+        layers = [module for module in chunk.modules() if isinstance(module, BaseTransformerLayer)]
+        offload_activations(layers[: args.hq_offload_layers], least_bytes=args.hq_offload_least_bytes)
 
 
 def _profile_step(controller: Controller, args) -> None:

@@ -48,6 +48,11 @@ def check_flags(args) -> None:
             )
     if args.hq_stats_file and not any(wanted.values()):
         raise UserError(f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written")
+    if args.hq_offload_layers and args.recompute_granularity is not None:
+        raise UserError(
+            f"--hq-offload-layers {args.hq_offload_layers} beside --recompute-granularity {args.recompute_granularity}: what is "
+            "recomputed is not saved; choose one"
+        )
     if args.hq_check_nan and not args.check_for_nan_in_loss_and_grad:
         raise UserError("--hq-check-nan beside --no-check-for-nan-in-loss-and-grad: they contradict each other")
 
@@ -103,7 +108,7 @@ def check_ranks(args) -> None:
             f"{given} needs a multiple of {product} ranks, found {args.world_size}; start as many with "
             f"torchrun --nproc-per-node, or lower the sizes"
         )
-    if args.use_torch_fsdp2 and args.context_parallel_size > 1:
+    if getattr(args, "use_torch_fsdp2", False) and args.context_parallel_size > 1:
         raise UserError(
             f"--use-torch-fsdp2 beside --context-parallel-size {args.context_parallel_size} is not supported; leave one out"
         )

@@ -61,6 +61,7 @@ HYBRID = ["--hybrid-layer-pattern", "*-*-"]
 CASES = [
     ours("whole", "--hq-recipe", MIXED, "--save", "{folder}/ckpt", "--save-interval", "2"),
     ours("resumed", "--hq-recipe", MIXED, "--load", "{folder}/ckpt", "--ckpt-step", "2"),
+    ours("offloaded", "--hq-recipe", MIXED, "--hq-offload-layers", "1", "--hq-offload-least-bytes", "1"),
     ours("tp1", "--hq-recipe", MIXED, "--load", "{folder}/ckpt", "--ckpt-step", "2", "--no-load-optim", "--no-load-rng",
          "--make-vocab-size-divisible-by", "128", parallel=[], ranks=1),
     ours("switched", "--hq-recipe", "{folder}/mine.yaml", "--hq-switch-recipe", "--load", "{folder}/ckpt",
@@ -131,6 +132,10 @@ def test_resume_is_bit_exact(runs):
     whole, resumed = numbers(runs, "whole"), numbers(runs, "resumed")
     assert sorted(resumed) == [3, 4]
     same(resumed, whole)
+
+
+def test_offloaded_activations_change_no_bit(runs):
+    same(numbers(runs, "offloaded"), numbers(runs, "whole"))
 
 
 def test_fsdp2_gathers_payloads_and_resumes(runs):
