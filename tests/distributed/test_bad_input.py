@@ -58,6 +58,12 @@ TABLE = {
     "mamba": (["--hybrid-layer-pattern", "M*-"], ["--hybrid-layer-pattern M*-", "layers M are not supported"]),
     "no_experts_on_ranks": (["--expert-model-parallel-size", "2"], ["without --num-experts"]),
     "window": (["--window-size", "8,0"], ["--window-size"]),
+    "cuda_graphs": (["--cuda-graph-impl", "local"], ["--cuda-graph-impl local", "leave it out"]),
+    "offload_and_recompute": (
+        ["--hq-offload-layers", "1", "--recompute-granularity", "selective"],
+        ["--hq-offload-layers 1 beside --recompute-granularity selective"],
+    ),
+    "profile_nowhere": (["--hq-profile-step", "2"], ["--hq-profile-step has no place to write to"]),
     "strict": (["--hq-recipe", MIXED, "--hq-strict"], ["--hq-strict", "fprop", "emulated on cpu"]),
     "strict_ragged": (
         ["--hq-recipe", MIXED, "--hq-strict", "--seq-length", "30", "--micro-batch-size", "1"],
