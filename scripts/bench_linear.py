@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import dataclass
 
-import bench_casts
+import bench_cast
 import torch
 from bench_common import device_kernels, interleaved_us, is_gemm, kernel_shares, write_result
 
@@ -128,7 +128,7 @@ def cast_bytes(shape: Shape, layer) -> int:
             continue
         payloads = quantizer.cast(x.detach(), state=quantizer.new_state("cuda"), transposed=True)
         written = [p for p in payloads if p is not None and p.format.is_quantized]
-        total += bench_casts.needed_bytes(x, quantizer, written)
+        total += bench_cast.needed_bytes(x, quantizer, written)
     return total
 
 
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--json", help="write rows, card, versions and commit here")
     args = parser.parse_args()
     bandwidth_inputs = [torch.randn(16384, 8192, device="cuda").bfloat16() for _ in range(3)]
-    copy = bench_casts.copy_bandwidth(bandwidth_inputs, 20)
+    copy = bench_cast.copy_bandwidth(bandwidth_inputs, 20)
     del bandwidth_inputs
     rows, equal = [], {}
     for label in args.shapes:

@@ -1,6 +1,6 @@
 """Casts on a GPU: time, bandwidth and share of the copy bandwidth measured in the same run (goals P1-P4).
 
-    python scripts/bench_casts.py [--rows 16384 --cols 8192] [--json OUT] [--only mxfp8]
+    python scripts/bench_cast.py [--rows 16384 --cols 8192] [--json OUT] [--only mxfp8]
 
 Every row rotates among inputs larger than the L2. Results at full size, in memory that was poisoned before, are compared
 with the CPU kernels' byte for byte (`--no-check` leaves that out).
