@@ -32,6 +32,7 @@ _MODULES = (  # in the order of application
     "load_fp32",
     "multi_tensor",
     "quantized_params",
+    "recompute_outputs",
     "save_errors",
     "training_steps",
 )
