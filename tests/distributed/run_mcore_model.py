@@ -268,6 +268,24 @@ def check_attention_over_context_parallel_ranks():
     assert seen == {(rank(), 2, 2)}  # other random bits, shared amaxes
 
 
+def check_delayed_scales_are_those_of_all_context_parallel_ranks():
+    """Each rank feeds other rows; after the step both have the scale of the larger amax, which differs from one rank's own."""
+    parallel(cp=2)
+    model = build("fp8_delayed")
+    hooks = driver.attach([model.module], seed=1)
+    hooks.controller.begin_step(1)
+    tokens = drawn(torch.randint, 0, VOCAB, (B, S), seed=3 + rank())[:, : S // 2]
+    model(tokens, torch.arange(S // 2).expand(B, -1), None, labels=tokens.roll(-1, 1)).sum().backward()
+    found = {n: b for n, b in model.named_buffers() if n.endswith(("input_rowwise_history", "grad_output_rowwise_history"))}
+    own = torch.stack([history[0] for history in found.values()])
+    hooks.controller.end_step(hooks.group, hooks.expert_groups)
+    both = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(both, own)
+    assert len(found) >= 2 * 4 * LAYERS and not torch.equal(*both)
+    shared = torch.stack([history[1] for history in found.values()])  # rolled on
+    assert torch.equal(shared, torch.maximum(*both))
+
+
 @contextlib.contextmanager
 def raises(kind, text: str):
     try:
