@@ -324,7 +324,7 @@ class LinearRuntime(torch.nn.Module):
             maps = self.index_maps
             if plan.gathered is not None:
                 whole = self.keys.rng(self.role, plan.gathered, device, None)
-                maps = {**maps, plan.gathered: _shifted(maps[plan.gathered], comm.rank * rows)}
+                maps = {**maps, plan.gathered: shifted(maps[plan.gathered], comm.rank * rows)}
             rng = {op: self.keys.rng(self.role, op, device, maps.get(op)) for op in OPERANDS}
         if self._buffers:
             record = training and torch.is_grad_enabled()
@@ -363,7 +363,10 @@ class LinearRuntime(torch.nn.Module):
         return next((plans.get(device, plan) for when, plans in self._superseded if made < when), plan)
 
 
-def _shifted(index_map: tuple[int, int, int], rows: int) -> tuple[int, int, int]:
+def shifted(index_map: tuple[int, int, int] | Pieces, rows: int) -> tuple[int, int, int] | Pieces:
+    """The index map of what lies so many rows further down."""
+    if isinstance(index_map, Pieces):
+        return Pieces(index_map.dim, tuple(shifted(piece, rows) for piece in index_map.maps))
     return index_map[0] + rows, *index_map[1:]
 
 

@@ -22,9 +22,9 @@ from ..distributed.tp import (
     row_sharding,
 )
 from ..linear import LOCAL, Communication, WeightCache, hybrid_linear
-from ..plan import GRAD_OUTPUT, GemmPlan, PlanError
+from ..plan import GRAD_OUTPUT, WEIGHT, GemmPlan, PlanError
 from ..quantizer import as_matrix
-from ..runtime import LinearRuntime
+from ..runtime import LinearRuntime, shifted
 from ..scaling import Pieces
 from ..sharding import Sharding
 from ..weights import HoldsWeight
@@ -32,6 +32,8 @@ from . import state
 from .modules import linear_role
 from .recipe_hook import carried
 from .weight_window import WeightWindow
+
+MOST_ROWS_OF_AN_EXPERT = 1 << 20  # of tokens, in a microbatch: how far apart experts draw
 
 
 def compute_device() -> torch.device:
@@ -61,7 +63,7 @@ class HybridParallelLinear(WeightWindow, HoldsWeight):
         sharding = self.sharding() if self.tp_group.size() > 1 and not self.explicit_expert_comm else None
         self.hq = LinearRuntime(recipe, role, device, sharding=sharding)
         self.hq.weight_cache = WeightCache()
-        self.hq.index_maps = self.index_maps()
+        self.hq.index_maps = self.index_maps() if self.hq_expert is None else self._index_maps_of_expert()
         if sharding is not None:
             self.hq.ranks = TensorParallel(self.tp_group)
         self.hold_weight(preserve=True)  # masters start from it
@@ -73,6 +75,14 @@ class HybridParallelLinear(WeightWindow, HoldsWeight):
     def index_maps(self) -> dict[str, tuple[int, int, int] | Pieces]:
         """Where this rank's shards lie in the whole tensors, as (row offset, column offset, global K)."""
         raise NotImplementedError
+
+    def _index_maps_of_expert(self) -> dict[str, tuple[int, int, int] | Pieces]:
+        """Experts share the name that random bits are drawn for: each has rows of its own, its weight's as grouped ones'."""
+        rows = {WEIGHT: self.hq_expert * self.output_size}
+        return {
+            operand: shifted(index_map, rows.get(operand, self.hq_expert * MOST_ROWS_OF_AN_EXPERT))
+            for operand, index_map in self.index_maps().items()
+        }
 
     def communication(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Communication:
         """How this call's tensors move; not asked for on a single rank."""

@@ -15,6 +15,7 @@ from megatron_hybrid.mcore import driver
 from megatron_hybrid.mcore.experts import HybridGroupedMLP
 from megatron_hybrid.mcore.modules import enumerate_modules
 from megatron_hybrid.mcore.planning import plan_model
+from megatron_hybrid.runtime import LinearRuntime
 
 ROWSCALED = "nvfp4_rowscaled_fprop_mxfp8_bwd"
 
@@ -206,6 +207,27 @@ def check_names_and_roles_of_experts():
         plans = plan_model(Recipe.load("mxfp8"), model.module.config, "cpu")
         assert "decoder.layers.1.mlp.experts.linear_fc1 experts 0:4" in plans
         assert "decoder.layers.1.mlp.shared_experts.linear_fc2" in plans and "decoder.layers.0.mlp.linear_fc1" in plans
+
+
+def check_experts_do_not_repeat_each_other_s_random_bits():
+    """One by one and grouped: every expert's tensors lie at rows of their own, weights at the same ones in both."""
+    recipe = Recipe.from_dict({"version": 1, "name": "random", "defaults": "nvfp4:sr"})
+    weights = []
+    for grouped in (True, False):
+        parallel(ep=2)
+        model = moe(recipe, grouped=grouped, num_layers=1)
+        keys = driver.attach([model.module], seed=1).controller.keys
+        runtimes = [m for m in model.modules() if isinstance(m, LinearRuntime) and m.role.expert is not None]
+        found = {}
+        for runtime in runtimes:
+            rows = runtime.role.expert * (2 * F if "fc1" in runtime.role.name else H) if grouped else 0
+            for operand in ("input", "weight", "grad_output"):
+                values = keys.rng(runtime.role, operand, "cpu", runtime.index_maps.get(operand)).values.tolist()
+                found[runtime.role.name, operand, runtime.role.expert] = [*values[:3], values[3] + rows, *values[4:]]
+        weights.append({key: value[:4] for key, value in found.items() if key[1] == "weight"})
+        own = [key[:2] + tuple(value) for key, value in found.items() if not grouped or key[1] == "weight"]
+        assert len(own) == len(set(own)) and len(runtimes) == 4
+    assert weights[0] == weights[1]
 
 
 def check_tokens_travel_quantized():
