@@ -48,6 +48,8 @@ def check_flags(args) -> None:
             )
     if args.hq_stats_file and not any(wanted.values()):
         raise UserError(f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written")
+    if args.use_megatron_fsdp and args.hq_recipe is not None:
+        raise UserError("--use-megatron-fsdp with a recipe is not supported yet; use --use-torch-fsdp2 or leave it out")
     if args.hq_offload_layers and args.recompute_granularity is not None:
         raise UserError(
             f"--hq-offload-layers {args.hq_offload_layers} beside --recompute-granularity {args.recompute_granularity}: what is "

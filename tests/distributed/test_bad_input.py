@@ -58,6 +58,10 @@ TABLE = {
     "mamba": (["--hybrid-layer-pattern", "M*-"], ["--hybrid-layer-pattern M*-", "layers M are not supported"]),
     "no_experts_on_ranks": (["--expert-model-parallel-size", "2"], ["without --num-experts"]),
     "window": (["--window-size", "8,0"], ["--window-size"]),
+    "megatron_fsdp": (
+        ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--hq-recipe", "mxfp8"],
+        ["--use-megatron-fsdp with a recipe is not supported yet"],
+    ),
     "cuda_graphs": (["--cuda-graph-impl", "local"], ["--cuda-graph-impl local", "leave it out"]),
     "offload_and_recompute": (
         ["--hq-offload-layers", "1", "--recompute-granularity", "selective"],
