@@ -9,6 +9,7 @@ asserts each check by its name with `assert_passed`.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -69,6 +70,17 @@ def run_checks(*namespaces: dict, leave_out=()) -> None:
             errors[short] = traceback.format_exc()
         file.write_text(json.dumps(errors))  # what is known, should the next check never end
         dist.barrier()
+
+
+@contextlib.contextmanager
+def raises(kind, text: str):
+    """What is inside raises an error of this kind, or of one of these, whose message has `text`."""
+    try:
+        yield
+    except kind as error:
+        assert text in str(error), error
+    else:
+        raise AssertionError(f"nothing raised; expected: {text}")
 
 
 def check_names(*sources: Path, arguments: str = "") -> list[str]:

@@ -9,6 +9,8 @@ A launch costs 10 to 20 seconds on two cores, most of it imports, so a worker sh
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import os
 import subprocess
 import sys
@@ -21,6 +23,19 @@ REPOSITORY = HERE.parent.parent
 TAIL_LINES = 80
 GRACE_SECONDS = 10
 AGENT_TRACEBACK = 500  # characters within which torchrun's own traceback names itself
+
+
+@contextlib.contextmanager
+def script_module(name: str):
+    """``scripts/<name>.py`` as a module."""
+    spec = importlib.util.spec_from_file_location(name, REPOSITORY / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look there
+    try:
+        spec.loader.exec_module(module)
+        yield module
+    finally:
+        del sys.modules[name]
 
 
 def tail(text: str, num_lines: int = TAIL_LINES) -> str:

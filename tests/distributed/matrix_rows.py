@@ -114,7 +114,7 @@ class Row:
 
 
 def _dense() -> list[Row]:
-    """Every layout with three recipes, so that every recipe meets several layouts."""
+    """Every layout with two recipes in turn, so that every recipe meets several layouts, and with one all of them have."""
     layouts = [name for name in LAYOUTS if "ep" not in name and name != "one"]
     recipes = ["bf16", MIXED, "fp8_delayed", "nvfp4", "fp8_block", "mxfp8", "fp8_current", "late", "lm_head"]
     turns = itertools.cycle(recipes)
@@ -150,6 +150,7 @@ class Refusal:
 
 REFUSED = [
     Refusal(("--cuda-graph-impl", "local"), "a captured step would go on with the formats"),
+    Refusal(("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"), "--use-megatron-fsdp with a recipe is not supported yet"),
     Refusal(("--hq-offload-layers", "1", *RECOMPUTE["full"]), "what is recomputed is not saved"),
     Refusal(("--window-size", "8,0"), "sliding windows"),
     Refusal(("--use-torch-fsdp2", "--ckpt-format", "torch_dist", "--context-parallel-size", "2"),

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import mcore_model_experts
 import mcore_model_steps
 import torch
 import torch.distributed as dist
-from checks import run_checks, start
+from checks import raises, run_checks, start
 from mcore_model_common import (
     LAYERS, MIXED, VOCAB, B, F, H, S, bf16, build, config, drawn, linear, losses, mpu, parallel, rank, shard,
 )  # fmt: skip
@@ -284,16 +282,6 @@ def check_delayed_scales_are_those_of_all_context_parallel_ranks():
     assert len(found) >= 2 * 4 * LAYERS and not torch.equal(*both)
     shared = torch.stack([history[1] for history in found.values()])  # rolled on
     assert torch.equal(shared, torch.maximum(*both))
-
-
-@contextlib.contextmanager
-def raises(kind, text: str):
-    try:
-        yield
-    except kind as error:
-        assert text in str(error), error
-    else:
-        raise AssertionError(f"no {kind.__name__} with {text!r}")
 
 
 def check_every_shipped_recipe():

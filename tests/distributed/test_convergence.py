@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import statistics
@@ -11,7 +10,7 @@ import sys
 
 import pytest
 import yaml
-from launch import REPOSITORY
+from launch import REPOSITORY, script_module
 
 pytestmark = pytest.mark.dist
 SCRIPT = REPOSITORY / "scripts" / "convergence.py"
@@ -26,12 +25,8 @@ TINY = {
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("convergence", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with script_module("convergence") as module:
+        yield module
 
 
 def record(recipe, seed, loss, key="k"):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import subprocess
 import sys
 
 import pytest
-from launch import REPOSITORY
+from launch import REPOSITORY, script_module
 
 pytestmark = pytest.mark.dist
 
@@ -24,12 +23,8 @@ sys.exit(int(rank))
 
 @pytest.fixture(scope="module")
 def script():
-    spec = importlib.util.spec_from_file_location("run_distributed_tests", REPOSITORY / "scripts" / "run_distributed_tests.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    with script_module("run_distributed_tests") as module:
+        yield module
 
 
 def test_what_runs_where(script):
