@@ -66,7 +66,10 @@ class Controller:
         self.recorder = Recorder(every, path, **options)
 
     def profile_step(self, step: int, path, **options) -> None:
-        """Write what the time of step `step` goes to into a JSON file. options (rank, say): `observe.profile.StepProfile`."""
+        """Write what the time of step `step` goes to into a JSON file.
+
+        options (rank, say): see `observe.profile.StepProfile`, which says what raises.
+        """
         from .observe.profile import StepProfile
 
         self.profile = StepProfile(step, path, **options)

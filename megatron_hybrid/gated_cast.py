@@ -40,7 +40,7 @@ def casts_swiglu(call: LinearCall) -> bool:
     """Whether a linear's input can be cast as SwiGLU computes it: on one rank, with plain tensors, columns from the
     original, nobody watching, and no scale that needs to know the whole tensor before."""
     lean, alone = call.plan.lean, call.plan.sharding is None
-    return alone and lean is not None and lean.input.takes_gate and (call.state is not None or not lean.stateful)
+    return alone and lean is not None and lean.input.takes_gate and lean.has_states(call.state)
 
 
 def swiglu_for(x: torch.Tensor, bias, runtime: LinearRuntime, weight: torch.Tensor, *, training: bool) -> torch.Tensor:

@@ -13,9 +13,8 @@ from .formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
 from .groups import Layout
 from .ops_triton.launch import as_rows
 from .scaling import FLT_MAX
-from .storage import QuantizedStorage, cast
+from .storage import FP8_DTYPES, QuantizedStorage, cast
 
-_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _TRITON_DTYPES, _TRITON_ALIGN = (torch.bfloat16, torch.float16, torch.float32), 128
 _ALIGNED = 16  # what grouped FP8 GEMMs ask of K; compiled for 100 columns, rows and columns together gave wrong codes
 _ALL_BUT_SIGN = (1 << 31) - 1
@@ -117,4 +116,4 @@ def encode(values: torch.Tensor, fmt: Format) -> torch.Tensor:
     """uint8 codes of FP32 values: nearest even, saturating, one NaN."""
     largest = ELEMENTS[fmt.element].max
     values = torch.where(values == values, values.clamp(-largest, largest), torch.full_like(values, float("nan")))
-    return values.to(_DTYPES[fmt.element]).view(torch.uint8)
+    return values.to(FP8_DTYPES[fmt.element]).view(torch.uint8)

@@ -112,6 +112,10 @@ class LeanCasts:
         self.sums = sums_in_cast(plan)
         self.stateful = any(f.is_stateful for q in plan.quantizers.values() for f in q.formats())
 
+    def has_states(self, states) -> bool:
+        """Whether what these casts scale by history is there."""
+        return states is not None or not self.stateful
+
     @classmethod
     def of(cls, plan) -> LeanCasts | None:
         """None for a plan that needs more than this."""
@@ -132,17 +136,16 @@ def casts_lean(x, plan, states) -> bool:
     if kernels.traced(x) or x.dtype not in kernels.SOURCE_CODES or x.dim() == 0:
         return False
     lean = plan.lean
-    return lean is not None and (states is not None or not lean.stateful)
+    return lean is not None and lean.has_states(states)
 
 
 def runs_lean(x, weight, call) -> bool:
     """Whether `LeanLinear` can run a call."""
     lean = call.plan.lean
     return (
-        lean is not None and call.plan.sharding is None and type(x) in _PLAIN and type(weight) in _PLAIN and x.dtype in kernels.SOURCE_CODES
-        and weight.dtype in kernels.SOURCE_CODES and x.dim() > 0 and torch.is_grad_enabled()
-        and x.device == weight.device
-        and (call.state is not None or not lean.stateful)
+        lean is not None and call.plan.sharding is None and type(x) in _PLAIN and type(weight) in _PLAIN
+        and x.dtype in kernels.SOURCE_CODES and weight.dtype in kernels.SOURCE_CODES and x.dim() > 0
+        and torch.is_grad_enabled() and x.device == weight.device and lean.has_states(call.state)
     )  # fmt: skip
 
 

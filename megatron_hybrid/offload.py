@@ -52,7 +52,7 @@ class ActivationOffload:
     def __init__(self, modules: Iterable[torch.nn.Module], least_bytes: int = LEAST_BYTES):
         modules = list(modules)
         self.least_bytes, self.bytes = least_bytes, dict.fromkeys(range(len(modules)), 0)
-        self._streams: dict[torch.device, tuple] = {}
+        self._streams: dict[torch.device, dict[str, torch.cuda.Stream]] = {}
         self._last: Group | None = None
         if not modules:
             raise ValueError("offload_activations: no modules")

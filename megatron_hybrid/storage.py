@@ -9,6 +9,8 @@ import torch
 from . import kernels
 from .formats import COLUMNWISE, ROWWISE, Format
 
+FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # torch's, by element type
+
 
 @dataclass(frozen=True, eq=False)
 class QuantizedStorage:

@@ -167,15 +167,12 @@ def start_scales(runtime, value: torch.Tensor) -> None:
     Elsewhere they start at 1, and what a format cannot hold at 1 is made up for a step later. Here it would be lost.
     Scales that were loaded with the value, or history has made, stay as they are.
     """
-    states = runtime.weight_states()
-    if states is None or value.is_meta or not value.numel():
+    states, formats = runtime.weight_states() or (), runtime.plan_for(value.device).quantizers[WEIGHT].formats()
+    scaled = [(state, fmt) for state, fmt in zip(states, formats) if fmt.is_stateful]
+    if not scaled or value.is_meta or not value.numel():
         return
-    formats = runtime.plan_for(value.device).quantizers[WEIGHT].formats()
-    for state, fmt, reduce in zip(states, formats, runtime.weight_reducers(value.device) or (None, None)):
-        if state is None or not fmt.is_stateful:
-            continue
-        amax = value.detach().abs().amax().float()
-        amax = amax if reduce is None else reduce(amax)
+    amax = value.detach().abs().amax().float()
+    for state, fmt in scaled:
         unused = (state.scale == 1) & (state.history == 0).all()
         clips = amax * state.scale > FITS * ELEMENTS[fmt.element].max
         state.scale.copy_(torch.where(unused | clips, scale_for(fmt, amax, state.scale), state.scale))

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import torch
 
+from megatron_hybrid.observe.profile import CASTS, GEMMS, kind
+
 _SPIN = 20_000_000  # clock cycles, about 11 ms: the host runs ahead of the device behind it
-# parts of kernel names of the GEMM libraries
-_GEMM_NAMES = ("gemm", "nvjet", "cutlass", "xmma", "splitkreduce", "cublas")
 
 
 def interleaved_us(cases: dict, rounds: int) -> dict[str, float]:
@@ -62,33 +62,37 @@ def device_kernels(run, calls: int = 3) -> list[tuple[str, float]]:
 
 
 def is_gemm(kernel: str) -> bool:
-    return any(part in kernel.lower() for part in _GEMM_NAMES)
+    return kind(kernel) == GEMMS
 
 
 def is_cast(kernel: str) -> bool:
-    return "mh::" in kernel
+    return kind(kernel) == CASTS
 
 
 def kernel_shares(kernels: list[tuple[str, float]]) -> dict[str, float]:
     """us of GEMMs, of this package's own kernels, and of everything else."""
     total = Counter()
     for name, us in kernels:
-        total["gemms" if is_gemm(name) else "casts" if is_cast(name) else "other"] += us
+        total[GEMMS if is_gemm(name) else CASTS if is_cast(name) else "other"] += us
     return dict(total)
 
 
-def write_result(path: str | None, rows, /, **more) -> None:
-    """Write rows with card, versions, date, commit and command. path None: do nothing."""
-    if path is None:
-        return
+def provenance(commit: str | None = None) -> dict:
+    """Card, versions, date, commit (git's unless it is given) and command of a measurement."""
     root = Path(__file__).resolve().parent.parent
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=root).stdout.strip()
     gpu = torch.cuda.is_available()
-    meta = {
+    return {
         "card": torch.cuda.get_device_name() if gpu else None, "processor": platform.processor() or platform.machine(),
         "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-        "date": datetime.date.today().isoformat(), "commit": more.pop("commit", None) or commit,
-        "command": " ".join(["python", *sys.argv]),
+        "date": datetime.date.today().isoformat(), "commit": commit or git, "command": " ".join(["python", *sys.argv]),
     }  # fmt: skip
+
+
+def write_result(path: str | None, rows, /, **more) -> None:
+    """Write rows with their `provenance`. path None: do nothing."""
+    if path is None:
+        return
+    meta = provenance(more.pop("commit", None))
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps({**meta, **more, "results": rows}, indent=1) + "\n")

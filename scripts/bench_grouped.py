@@ -11,13 +11,12 @@ sizes.
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from collections import Counter
 from dataclasses import dataclass
 
 import torch
-from bench_common import write_result
+from bench_common import kernel_shares, write_result
 
 import megatron_hybrid as mh
 from megatron_hybrid.explain import Table
@@ -29,10 +28,6 @@ GOAL = {"fp8_rowwise": 1.05, "fp8_block": 1.05}  # times as fast as torch, weigh
 DATA_SETS = 3
 U = 2.0**-8  # bf16's unit roundoff
 _SPIN = 20_000_000  # clock cycles, about 11 ms: the host runs ahead of the device
-KINDS = (
-    ("gemms", r"gemm|nvjet|cutlass|xmma|splitk|cublas|grouped|^_rows|^_contract"), ("casts", r"mh::|^_cast|^_amax"),
-    ("other", r""),
-)  # fmt: skip
 
 
 @dataclass
@@ -156,13 +151,11 @@ def profile(subject: Subject, data) -> dict[str, float]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         subject.run(*data[0])
         torch.cuda.synchronize()
-    kinds, longest = Counter(), Counter()
-    for event in recorded.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            us = event.time_range.elapsed_us()
-            kinds[next(kind for kind, pattern in KINDS if re.search(pattern, event.name, re.I))] += us
-            longest[event.name[:70]] += us
-    return {"kinds": dict(kinds), "longest": longest.most_common(8)}
+    events = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    kernels, longest = [(e.name, e.time_range.elapsed_us()) for e in events], Counter()
+    for name, us in kernels:
+        longest[name[:70]] += us
+    return {"kinds": kernel_shares(kernels), "longest": longest.most_common(8)}
 
 
 def bench(args) -> list[dict]:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import prepare_data  # noqa: E402
+import torch  # noqa: E402
+from bench_common import provenance  # noqa: E402
 from demo_lib import report  # noqa: E402
 from demo_lib.launch import TrainingFailed, run_training  # noqa: E402
 from demo_lib.settings import ROOT, Settings, load_model, training_run  # noqa: E402
@@ -46,19 +46,6 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def card(commit: str | None) -> dict:
-    import torch
-
-    git = ["git", "rev-parse", "HEAD"]
-    commit = commit or subprocess.run(git, capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    gpus = torch.cuda.device_count()
-    return {
-        "card": torch.cuda.get_device_name() if gpus else "none", "gpus": gpus, "torch": torch.__version__,
-        "cuda": torch.version.cuda, "date": time.strftime("%Y-%m-%d"), "commit": commit,
-        "command": "python " + " ".join(["scripts/bench_training.py", *sys.argv[1:]]),
-    }  # fmt: skip
-
-
 def main() -> int:
     args = parse_args()
     prefix = ROOT / "data" / "demo" / "stdlib"
@@ -66,7 +53,10 @@ def main() -> int:
         prepare_data.parse_args(["--stdlib", "--max-mib", "12.0", "--output", str(prefix)])
     )
     prepare_data.print_report(data, tokenizer)
-    record = {**card(args.commit), "model": load_model(args.model), "iterations": args.iterations, "runs": []}
+    record = {
+        **provenance(args.commit), "gpus": torch.cuda.device_count(), "model": load_model(args.model),
+        "iterations": args.iterations, "runs": [],
+    }  # fmt: skip
     rows, failed = [], False
     for layout in args.layouts:
         logs = {}

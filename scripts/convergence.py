@@ -36,12 +36,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import prepare_data  # noqa: E402
+from bench_common import provenance  # noqa: E402
 from demo_lib.launch import TrainingFailed, run_training  # noqa: E402
 from demo_lib.settings import ROOT, Run, load_model, megatron_flags  # noqa: E402
 
 from megatron_hybrid.explain import Table  # noqa: E402
 from megatron_hybrid.observe.training_log import TrainingLog, TrainPoint, ValidPoint  # noqa: E402
 from megatron_hybrid.recipe import Recipe  # noqa: E402
+from megatron_hybrid.whole_file import write_whole  # noqa: E402
 
 BASE = "bf16"
 RUNS = (
@@ -135,7 +137,8 @@ def command(args, setting: Setting, job: Job, folder: Path, seconds: float | Non
     for split, record in setting.data.items():
         flags += [f"--{split}-data-path", record["prefix"]]
     flags += ["--data-cache-path", str(args.data / f"cache-{setting.key}"), "--seed", str(job.seed)]
-    flags += ["--hq-data-seed", str(DATA_SEED), "--hq-recipe", job.recipe, "--hq-metrics-file", str(folder / "metrics.jsonl")]
+    flags += ["--hq-data-seed", str(DATA_SEED), "--hq-recipe", job.recipe]
+    flags += ["--hq-metrics-file", str(folder / "metrics.jsonl")]
     limit = [] if seconds is None else ["timeout", "--kill-after", "10", str(max(1, int(seconds)))]
     return [*limit, sys.executable, str(ROOT / "scripts" / "pretrain_gpt.py"), *flags]
 
@@ -159,7 +162,8 @@ def train(args, setting: Setting, job: Job, gpu: int, seconds: float | None) -> 
     ms = statistics.median(p.ms for p in done.log.train[10:] or done.log.train)
     every = max(1, setting.iterations // 300)
     return {
-        "recipe": Path(job.recipe).stem, "seed": job.seed, "key": setting.key, **machine(args), "seconds": round(done.seconds, 1),
+        "recipe": Path(job.recipe).stem, "seed": job.seed, "key": setting.key, "seconds": round(done.seconds, 1),
+        **provenance(args.commit), **({"card": "CPU"} if args.device == "cpu" else {}),
         "valid_loss": done.log.final_valid_loss(), "median_ms": ms,
         "tokens_per_second": 1e3 * setting.tokens_per_iteration / ms,
         "formats": Recipe.load(job.recipe).to_dict(),
@@ -170,23 +174,11 @@ def train(args, setting: Setting, job: Job, gpu: int, seconds: float | None) -> 
     }  # fmt: skip
 
 
-def machine(args) -> dict:
-    import subprocess
-
-    import torch
-
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout.strip()
-    return {
-        "card": torch.cuda.get_device_name() if args.device == "gpu" else "CPU", "torch": torch.__version__,
-        "date": time.strftime("%Y-%m-%d"), "commit": args.commit or git,
-        "command": "python scripts/convergence.py " + " ".join(sys.argv[1:]),
-    }  # fmt: skip
-
-
 def train_all(args, setting: Setting, jobs: list[Job], began: float) -> list[str]:
     """Every job on the next free GPU; what failed, a line each. Results are written as runs end."""
     import torch
 
+    args.results.mkdir(parents=True, exist_ok=True)
     waiting: queue.Queue[Job] = queue.Queue()
     for job in jobs:
         waiting.put(job)
@@ -207,7 +199,7 @@ def train_all(args, setting: Setting, jobs: list[Job], began: float) -> list[str
             except TrainingFailed as error:
                 failures.append(str(error))
             else:
-                write(args.results / f"{job.name}.json", json.dumps(record) + "\n")
+                write_whole(args.results / f"{job.name}.json", json.dumps(record) + "\n")
                 print(f"[{job.name}] validation loss {record['valid_loss']:.4f}", flush=True)
 
     workers = torch.cuda.device_count() if args.device == "gpu" else 1
@@ -217,13 +209,6 @@ def train_all(args, setting: Setting, jobs: list[Job], began: float) -> list[str
     for thread in threads:
         thread.join()
     return failures
-
-
-def write(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 # ---- results
@@ -285,8 +270,8 @@ def publish(args, records: list[dict]) -> None:
 
     found = rows(records)
     print(Table(HEADER, tuple(map(cells, found)), (f"{len(records)} runs in {args.results}",)))
-    write(args.results / "table.md", markdown(found))
-    write(args.results / "table.json", json.dumps(found, indent=1) + "\n")
+    write_whole(args.results / "table.md", markdown(found))
+    write_whole(args.results / "table.json", json.dumps(found, indent=1) + "\n")
     logs = {
         f"{r['recipe']}, seed {r['seed']}": TrainingLog(
             [TrainPoint(i, loss) for i, loss in r["train"]], [ValidPoint(i, loss) for i, loss in r["valid"]]

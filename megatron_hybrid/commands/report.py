@@ -1,9 +1,10 @@
 """One HTML page about one run or several beside each other: losses, signal-to-noise ratios by layer and operand,
-outlier layers, where the time goes, between steps and inside one, how the recipes differ. Everything is in the page; its pictures are PNG files
-beside it too.
+outlier layers, where the time goes, between steps and inside one, how the recipes differ. Everything is in the page;
+its pictures are PNG files beside it too.
 
 A run is a folder with metrics.jsonl (--hq-metrics-file), hq_stats*.jsonl (--hq-stats-interval), hq_profile*.json
-(--hq-profile-step) and log.txt, whichever of them there are, or a metrics file or log of Megatron's itself; NAME=PATH gives it another name.
+(--hq-profile-step) and log.txt, whichever of them there are, or a metrics file or log of Megatron's itself; NAME=PATH
+gives it another name.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ..whole_file import write_whole
 from .check import check_dataset
 from .entropy import Entropies, measure
 from .sources import Source, not_text, read_documents
@@ -241,6 +242,4 @@ def _write_meta(path: Path, fingerprint: str, tokenizer: Tokenizer, options: Opt
         },
         "entropy_nats_per_token": asdict(result.entropies) if result.entropies else None,
     }
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(meta, indent=2) + "\n")
-    os.replace(temporary, path)
+    write_whole(path, json.dumps(meta, indent=2) + "\n")

@@ -19,18 +19,16 @@ from typing import Protocol
 import torch
 
 from .. import ops_triton
-from ..formats import COLUMNWISE
 from ..groups import Groups
 from ..stacked import GroupedColumns, StackedWeight, rows_of
-from ..storage import QuantizedStorage
+from ..storage import FP8_DTYPES, QuantizedStorage
 from .backend import GemmPair, finish
 from .backends import bf16_operand, epilogue_scale, fits_bf16
-from .scaled_mm import BLOCK, ROW, TILE, scale_kind
+from .scaled_mm import BLOCK, ROW, TILE, codes, scale_kind
 
 _ALIGN = 16  # bytes: rows of a matrix, and groups along the contraction, begin at multiples of this
 _BLOCK = 128  # rows of a block of columns, elements of a block scale
 _HOPPER = (9, 0)
-_FP8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 _OWN_KINDS = {(ROW, ROW): 0, (BLOCK, BLOCK): 1, (BLOCK, TILE): 2}  # ops_triton.grouped_gemm's words for them
 
 
@@ -190,17 +188,17 @@ class ScaledGroupedMm:
 
     def rows(self, gemm, plans, a, w, groups, dtype):
         _count(plans, gemm)
-        codes = _codes(w.payload.qdata).view(w.num, *w.shape)
+        w_codes = _e4m3(w.payload.qdata).view(w.num, *w.shape)
         return torch._scaled_grouped_mm(
-            _codes(a.qdata), codes.transpose(1, 2), a.scale.reshape(-1), w.payload.scale.view(w.num, -1),
-            offs=groups.layout(1).ends, out_dtype=torch.bfloat16, use_fast_accum=_fast(plans, gemm),
+            _e4m3(a.qdata), w_codes.transpose(1, 2), a.scale.reshape(-1), w.payload.scale.view(w.num, -1),
+            offs=groups.layout(1).ends, out_dtype=torch.bfloat16, use_fast_accum=_is_fast(getattr(plans[0], gemm).pair),
         )  # fmt: skip
 
     def contract(self, plans, a, b, dtype, accumulate_into=None):
         _count(plans, "wgrad")
         dw = torch._scaled_grouped_mm(
-            _codes(a.payload.qdata), _codes(b.payload.qdata).T, a.payload.scale.reshape(-1), b.payload.scale.reshape(-1),
-            offs=a.layout.ends, out_dtype=torch.bfloat16, use_fast_accum=_fast(plans, "wgrad"),
+            _e4m3(a.payload.qdata), _e4m3(b.payload.qdata).T, a.payload.scale.reshape(-1), b.payload.scale.reshape(-1),
+            offs=a.layout.ends, out_dtype=torch.bfloat16, use_fast_accum=_is_fast(plans[0].wgrad.pair),
         )  # fmt: skip
         return finish(dw, dtype, accumulate_into)
 
@@ -235,17 +233,12 @@ def _is_fast(pair: GemmPair) -> bool:
     return pair.accumulate == "fast" and scale_kind(pair.a) == ROW
 
 
-def _fast(plans, gemm: str) -> bool:
-    return getattr(plans[0], gemm).pair.accumulate == "fast"
-
-
 def _fp8(s: QuantizedStorage) -> torch.Tensor:
     """(rows, contraction) codes, contraction contiguous."""
-    codes = s.qdata if s.transposed == (s.direction == COLUMNWISE) else s.qdata.t().contiguous()
-    return codes.view(_FP8[s.format.element])
+    return codes(s).view(FP8_DTYPES[s.format.element])
 
 
-def _codes(qdata: torch.Tensor) -> torch.Tensor:
+def _e4m3(qdata: torch.Tensor) -> torch.Tensor:
     return qdata.view(torch.float8_e4m3fn)
 
 

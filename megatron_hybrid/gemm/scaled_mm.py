@@ -13,13 +13,12 @@ import torch
 import torch.nn.functional as F
 
 from ..formats import COLUMNWISE, ROWWISE, Format
-from ..storage import QuantizedStorage
+from ..storage import FP8_DTYPES, QuantizedStorage
 from . import cublaslt
 from .backend import Alignment, GemmPair, finish
 
 _ALIGN, _BLOCK_ROWS = 16, 4
 _BLOCK = 128
-_TORCH_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 TENSOR, ROW, BLOCK, TILE = "tensor", "row", "1x128", "128x128"
 # what the library calls each kind of scales
@@ -67,7 +66,7 @@ class ScaledMmBackend:
         kind_a, kind_b = scale_kind(pair.a), scale_kind(pair.b)
         direct = pair.device.capability == (9, 0) and torch.cuda.is_available() and cublaslt.library() is not None
         return ScaledMm(
-            kind_a, kind_b, _TORCH_DTYPES[pair.a.element], _TORCH_DTYPES[pair.b.element], _rows_a(pair),
+            kind_a, kind_b, FP8_DTYPES[pair.a.element], FP8_DTYPES[pair.b.element], _rows_a(pair),
             self.accumulation(pair) == "fast", direct,
         )  # fmt: skip
 
@@ -88,7 +87,7 @@ class ScaledMm:
     direct: bool = False  # the library called by gemm/cublaslt.py; traced code calls it through torch all the same
 
     def __call__(self, a: QuantizedStorage, b: QuantizedStorage, out_dtype, accumulate_into=None) -> torch.Tensor:
-        qa, qb = _codes(a), _codes(b)
+        qa, qb = codes(a), codes(b)
         (rows_a, contraction), rows_b = qa.shape, qb.shape[0]
         dtype = out_dtype if accumulate_into is None else torch.float32
         if 0 in (rows_a, rows_b, contraction):
@@ -203,6 +202,6 @@ def _scale_b(kind: str, s: QuantizedStorage, pad_rows: int) -> torch.Tensor:
     return scale.as_strided(scale.shape[::-1], (1, scale.shape[1]))
 
 
-def _codes(s: QuantizedStorage) -> torch.Tensor:
+def codes(s: QuantizedStorage) -> torch.Tensor:
     """uint8 codes as (rows, contraction), contraction contiguous."""
     return s.qdata if s.transposed == (s.direction == COLUMNWISE) else s.qdata.t().contiguous()

@@ -108,8 +108,8 @@ def refuse_unsupported(config) -> None:
             raise UserError(f"{what} {asked} beside a recipe: the recipe decides the formats; leave {what} out")
     if config.cuda_graph_impl != "none":
         raise UserError(
-            f"--cuda-graph-impl {config.cuda_graph_impl}: a captured step would go on with the formats, cached casts and random "
-            "keys of its capture; leave it out"
+            f"--cuda-graph-impl {config.cuda_graph_impl}: a captured step would go on with the formats, cached casts and "
+            "random keys of its capture; leave it out"
         )
     attention.refuse_unsupported(config)
     if config.num_moe_experts is not None:

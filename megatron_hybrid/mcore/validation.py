@@ -47,13 +47,19 @@ def check_flags(args) -> None:
                 f"{flag} has no place to write to; give --hq-stats-file, --hq-metrics-file, --tensorboard-dir or --save"
             )
     if args.hq_stats_file and not any(wanted.values()):
-        raise UserError(f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written")
-    if args.use_megatron_fsdp and args.hq_recipe is not None:
+        raise UserError(
+            f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written"
+        )
+    if args.use_megatron_fsdp:
         raise UserError("--use-megatron-fsdp with a recipe is not supported yet; use --use-torch-fsdp2 or leave it out")
+    if args.use_torch_fsdp2 and args.context_parallel_size > 1:
+        raise UserError(
+            f"--use-torch-fsdp2 beside --context-parallel-size {args.context_parallel_size} is not supported; leave one out"
+        )
     if args.hq_offload_layers and args.recompute_granularity is not None:
         raise UserError(
-            f"--hq-offload-layers {args.hq_offload_layers} beside --recompute-granularity {args.recompute_granularity}: what is "
-            "recomputed is not saved; choose one"
+            f"--hq-offload-layers {args.hq_offload_layers} beside --recompute-granularity {args.recompute_granularity}: what "
+            "is recomputed is not saved; choose one"
         )
     if args.hq_check_nan and not args.check_for_nan_in_loss_and_grad:
         raise UserError("--hq-check-nan beside --no-check-for-nan-in-loss-and-grad: they contradict each other")
@@ -109,10 +115,6 @@ def check_ranks(args) -> None:
         raise UserError(
             f"{given} needs a multiple of {product} ranks, found {args.world_size}; start as many with "
             f"torchrun --nproc-per-node, or lower the sizes"
-        )
-    if getattr(args, "use_torch_fsdp2", False) and args.context_parallel_size > 1:
-        raise UserError(
-            f"--use-torch-fsdp2 beside --context-parallel-size {args.context_parallel_size} is not supported; leave one out"
         )
     _check_expert_ranks(args)
     tp = args.tensor_model_parallel_size

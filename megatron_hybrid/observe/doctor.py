@@ -80,7 +80,8 @@ def _kernels(devices) -> Iterator[Finding]:
     yield Finding(section, OK if direct else NOTE, "cuBLASLt", detail)
     for reason in dict.fromkeys(ops_triton.reason(device) for device in devices or [torch.device("cpu")]):
         detail = "used in Megatron's layers" if reason is None else f"not used, plain torch instead: {reason}"
-        yield Finding(section, OK if reason is None else NOTE, "norm, SwiGLU, rotary embedding, loss, grouped FP8 (Triton)", detail)
+        what = "norm, SwiGLU, rotary embedding, loss, grouped FP8 (Triton)"
+        yield Finding(section, OK if reason is None else NOTE, what, detail)
 
 
 def _probed(section: str, what: str, device: torch.device, describe) -> Finding:

@@ -16,6 +16,7 @@ from ..formats import COLUMNWISE, ROWWISE
 from ..gemm import READ_BY
 from ..plan import GemmPlan
 from ..runtime import RandomKeys
+from .watched_plan import WatchedPlan
 
 _RESULTS = {"fprop": "output", "dgrad": "input gradient", "wgrad": "weight gradient"}
 
@@ -48,16 +49,12 @@ class NanCheck:
         )
 
 
-class CheckedPlan:
+class CheckedPlan(WatchedPlan):
     """A plan whose operands are looked at before their casts, and its gemms' results after them."""
 
-    lean = None  # every call comes here
-
     def __init__(self, plan: GemmPlan, check: NanCheck):
-        self._plan, self._check = plan, check
-
-    def __getattr__(self, name: str):
-        return getattr(self._plan, name)
+        super().__init__(plan)
+        self._check = check
 
     def quantize(self, operand, x, *, rowwise=False, columnwise=False, **options):
         asked = [d for d, want in ((ROWWISE, rowwise), (COLUMNWISE, columnwise)) if want]

@@ -11,7 +11,6 @@ rest. The profiled step is slower than others; the shares are what to read.
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections import Counter
@@ -21,14 +20,16 @@ from pathlib import Path
 import torch
 
 from ..plan import GemmPlan
+from ..whole_file import write_whole
 from .recorder import ranked_path
+from .watched_plan import WatchedPlan
 
 CASTS, GEMMS, COLLECTIVES, WAITING, OTHER = "casts", "gemms", "collectives", "waiting for the host", "other"
 KINDS = (  # of kernels, by name; the first that fits
     (COLLECTIVES, r"nccl"),
     ("attention", r"sdpa|fmha|flash|cudnn::fusion"),
-    (GEMMS, r"gemm|nvjet|cutlass|xmma|splitkreduce|cublas"),
-    (CASTS, r"mh::"),
+    (GEMMS, r"gemm|nvjet|cutlass|xmma|splitk|cublas|grouped|^_rows|^_contract"),
+    (CASTS, r"mh::|^_cast|^_amax"),
     ("fused", r"^_(norm|swiglu|split_rotate|loss|column)"),
     ("copies", r"memcpy|memset|copy_kernel|CatArray"),
     ("torch elementwise", r"elementwise|reduce_kernel|triton_"),
@@ -62,16 +63,12 @@ def _covered(kernels: list[tuple[str, float, float]]) -> float:
     return total
 
 
-class TimedPlan:
+class TimedPlan(WatchedPlan):
     """A plan that adds the host's ms in its casts and gemms to `spent`, by kind."""
 
-    lean = None  # every call comes here
-
     def __init__(self, plan: GemmPlan, spent: Counter):
-        self._plan, self._spent = plan, spent
-
-    def __getattr__(self, name: str):
-        return getattr(self._plan, name)
+        super().__init__(plan)
+        self._spent = spent
 
     def _timed(self, kind: str, call, *args, **options):
         began = time.perf_counter()
@@ -145,9 +142,7 @@ class StepProfile:
         place = {} if self.rank is None else {"rank": self.rank}
         device = torch.cuda.get_device_name() if on_gpu else "cpu"
         record = {"step": step, **place, "device": device, "ms": whole, "split": split}
-        temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(record) + "\n")
-        os.replace(temporary, self.path)
+        write_whole(self.path, json.dumps(record) + "\n")
         if self.say is not None:
             parts = ", ".join(f"{name} {ms / whole:.0%}" for name, ms in split.items())
             self.say(f"> step {step} took {whole:.1f} ms: {parts} ({self.path})")

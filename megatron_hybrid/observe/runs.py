@@ -89,14 +89,15 @@ class Run:
 def load_run(text: str) -> Run:
     """A run from ``PATH`` or ``NAME=PATH``: a folder with metrics.jsonl, or a metrics file or Megatron log itself.
 
-    Raises `RunError` when nothing is there or nothing of a run in it, and ``ValueError`` with file and line for a damaged file.
+    Raises `RunError` when nothing is there or nothing of a run in it, and ``ValueError`` with file and line for a
+    damaged file.
     """
     name, _, path = text.rpartition("=")
     path = Path(path)
     if path.is_dir():
         metrics = path / METRICS
         if not metrics.is_file() and not (path / LOG).is_file() and not [*path.glob(STATISTICS), *path.glob(PROFILE)]:
-            raise RunError(f"{path}: no {METRICS} (--hq-metrics-file), {LOG} or {STATISTICS} in it")
+            raise RunError(f"{path}: no {METRICS} (--hq-metrics-file), {LOG}, {STATISTICS} or {PROFILE} in it")
         folder, name = path, name or path.resolve().name
     elif path.is_file():
         metrics, folder, name = path, path.parent, name or path.stem

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..formats import ELEMENTS, ROWWISE, parse_format
-from ..storage import QuantizedStorage
+from ..storage import FP8_DTYPES, QuantizedStorage
 
 # floats of one measurement, in the order of the tensor that `measure` returns
 FIELDS = (
@@ -20,7 +20,6 @@ _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 _PART = 2**24  # elements summed in FP32
 _BLOCK = 16  # of the Hadamard transform
 _SCALE_OF_ZEROS = 2.0**-127  # the smallest an E8M0 byte can say, which a block of zeros has; E4M3 says 0
-_TORCH_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 class Measured(NamedTuple):
@@ -93,7 +92,7 @@ def _scalar(value, device) -> torch.Tensor:
 @functools.lru_cache(maxsize=None)
 def largest_code(element: str) -> int:
     """The code of the largest finite magnitude of an element type."""
-    dtype = _TORCH_DTYPES.get(element)
+    dtype = FP8_DTYPES.get(element)
     if dtype is None:  # no Inf or NaN: all bits but the sign
         return 2 ** (ELEMENTS[element].bits - 1) - 1
     return torch.tensor(ELEMENTS[element].max).to(dtype).view(torch.uint8).item()

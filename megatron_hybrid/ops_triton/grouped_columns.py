@@ -15,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..formats import ELEMENTS
 from .grouped_gemm import BLOCK, BlockMap
 from .launch import on_device
 
 _COLS, _AMAX_COLS = 64, 128
-_TYPES = {"e4m3": (448.0, 7, 3), "e5m2": (57344.0, 15, 2)}  # largest number, exponent bias, stored mantissa bits
 
 
 @triton.jit
@@ -153,7 +153,9 @@ def _cast(
 def _how(element: str, eps: float, pow2: bool, whole: bool) -> tuple:
     """What a cast does: scales of whole rows or columns (else of 128 elements), largest number, exponent bias, mantissa
     bits, the amax's lower bound, scales that are powers of two."""
-    return (whole, *_TYPES[element], eps, pow2)
+    e = ELEMENTS[element]
+    bias = (1 << (e.bits - 1 - e.significant_bits)) - 1  # exponent bits: all but the sign and the stored digits
+    return (whole, e.max, bias, e.significant_bits - 1, eps, pow2)
 
 
 class Amaxes(NamedTuple):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megatron_hybrid.observe.training_log import TrainingLog, differences
+from megatron_hybrid.whole_file import write_whole
 
 COMPARE_TOLERANCE = 0.02
 
@@ -50,9 +50,7 @@ class Summary:
         return all(check.passed for check in self.checks)
 
     def write(self, path: Path) -> None:
-        temporary = path.with_suffix(".tmp")
-        temporary.write_text(json.dumps({**asdict(self), "passed": self.passed}, indent=2) + "\n")
-        os.replace(temporary, path)
+        write_whole(path, json.dumps({**asdict(self), "passed": self.passed}, indent=2) + "\n")
 
     def table(self) -> str:
         rows = [("recipe", "steps", "time", "tokens/s", "train loss", "valid loss")]
