@@ -5,8 +5,8 @@
     python scripts/convergence.py --runs bf16:2 nvfp4:1 --deadline 500
     python scripts/convergence.py --table                        # no training: table and plot of the runs there are
 
-One run is one recipe with one seed on one GPU (`--device cpu`: one at a time on the CPU, for trying it out), as many at once
-as there are GPUs. A finished run is a file RESULTS/<recipe>_<seed>.json and is not run again; one that was cut off, or
+One run is one recipe with one seed on one GPU (`--device cpu`: one at a time on the CPU, for trying it out), on all GPUs at
+once. `--a-gpu 2` trains two on each: sooner done, losses as before, but no speed is published of such a run. A finished run is a file RESULTS/<recipe>_<seed>.json and is not run again; one that was cut off, or
 trained another model or other text, does not count. The seed makes the initial weights; all runs read the same tokens in
 the same order, and the same validation tokens at the end.
 
@@ -104,7 +104,11 @@ def parse_args(argv=None) -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=ROOT / "data" / "convergence", metavar="DIR")
     parser.add_argument("--results", type=Path, default=ROOT / "docs" / "measurements" / "convergence", metavar="DIR")
     parser.add_argument("--logs", type=Path, default=ROOT / "runs" / "convergence", metavar="DIR")
-    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="stop what still runs then; start nothing later")
+    parser.add_argument("--a-gpu", type=int, default=1, metavar="N", help="runs at once on each GPU (%(default)s)")
+    parser.add_argument(
+        "--deadline", type=float, metavar="SECONDS",
+        help="stop what still runs then; start nothing that would take longer, going by the runs so far",
+    )  # fmt: skip
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--commit", help="recorded in place of git's")
     parser.add_argument("--table", action="store_true", help="only read results")
@@ -164,7 +168,7 @@ def train(args, setting: Setting, job: Job, gpu: int, seconds: float | None) -> 
     return {
         "recipe": Path(job.recipe).stem, "seed": job.seed, "key": setting.key, "seconds": round(done.seconds, 1),
         **provenance(args.commit), **({"card": "CPU"} if args.device == "cpu" else {}),
-        "valid_loss": done.log.final_valid_loss(), "median_ms": ms,
+        "a_gpu": args.a_gpu, "valid_loss": done.log.final_valid_loss(), "median_ms": ms,
         "tokens_per_second": 1e3 * setting.tokens_per_iteration / ms,
         "formats": Recipe.load(job.recipe).to_dict(),
         "setting": {"model": setting.model, "iterations": setting.iterations, "data_seed": DATA_SEED, "data": {
@@ -182,7 +186,7 @@ def train_all(args, setting: Setting, jobs: list[Job], began: float) -> list[str
     waiting: queue.Queue[Job] = queue.Queue()
     for job in jobs:
         waiting.put(job)
-    failures = []
+    failures, took = [], [0.0]
 
     def work(gpu: int) -> None:
         while True:
@@ -191,19 +195,20 @@ def train_all(args, setting: Setting, jobs: list[Job], began: float) -> list[str
                 job = waiting.get_nowait()
             except queue.Empty:
                 return
-            if left is not None and left <= 0:
-                failures.append(f"{job.name}: not started before the deadline")
+            if left is not None and left <= max(took):
+                failures.append(f"{job.name}: not started, {left:.0f} s before the deadline; a run took {max(took):.0f} s")
                 continue
             try:
                 record = train(args, setting, job, gpu, left)
             except TrainingFailed as error:
                 failures.append(str(error))
             else:
+                took.append(record["seconds"])
                 write_whole(args.results / f"{job.name}.json", json.dumps(record) + "\n")
                 print(f"[{job.name}] validation loss {record['valid_loss']:.4f}", flush=True)
 
     workers = torch.cuda.device_count() if args.device == "gpu" else 1
-    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in range(workers)]
+    threads = [threading.Thread(target=work, args=(gpu,)) for gpu in range(workers) for _ in range(args.a_gpu)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -238,10 +243,10 @@ def rows(records: list[dict]) -> list[dict]:
     for recipe, runs in by_recipe.items():
         loss = statistics.fmean(r["valid_loss"] for r in runs)
         gap = None if recipe == BASE or not base else loss - statistics.fmean(base)
-        speed = statistics.median(r["tokens_per_second"] for r in runs)
+        alone = [r["tokens_per_second"] for r in runs if r["a_gpu"] == 1]
         found.append({
             "recipe": recipe, "seeds": len(runs), "valid_loss": loss, "gap": gap,
-            "half_width": None if gap is None else half_width(base, len(runs)), "tokens_per_second": speed,
+            "half_width": None if gap is None else half_width(base, len(runs)), "tokens_per_second": statistics.median(alone) if alone else None,
             "cards": sorted({r["card"] for r in runs}),
         })  # fmt: skip
     return found
@@ -251,8 +256,8 @@ def cells(row: dict) -> tuple[str, ...]:
     gap, width = row["gap"], row["half_width"]
     shown = "" if gap is None else f"{gap:+.4f}" + ("" if width is None else f" +- {width:.4f}")
     return (
-        row["recipe"], str(row["seeds"]), f"{row['valid_loss']:.4f}", shown, f"{row['tokens_per_second']:,.0f}",
-        ", ".join(row["cards"]),
+        row["recipe"], str(row["seeds"]), f"{row['valid_loss']:.4f}", shown,
+        "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}", ", ".join(row["cards"]),
     )  # fmt: skip
 
 

@@ -18,6 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .launch import on_device
 
 BLOCK = 128
+_SHARED = 227 << 10  # bytes a program may have on sm_90
 _AT_ONCE = 32  # blocks a program of the map
 ROW, BLOCKS, TILES = 0, 1, 2  # what a scale covers: a row; 1 x 128; 128 x 128
 
@@ -239,9 +240,17 @@ def _grid(tile: Tile, tiles: int, device) -> tuple[int]:
     return (min(tiles, tile.persistent * torch.cuda.get_device_properties(device).multi_processor_count),)
 
 
-def _options(tile: Tile) -> dict:
+def _stages(tile: Tile, out: torch.Tensor) -> int:
+    """The tile's. A persistent program needs room for a part of the result too: it leaves by way of shared memory."""
+    if not tile.persistent:
+        return tile.stages
+    left = _SHARED - tile.rows * (tile.columns // tile.parts) * out.element_size()
+    return min(tile.stages, left // ((tile.rows + tile.columns) * BLOCK * tile.deep))
+
+
+def _options(tile: Tile, out: torch.Tensor) -> dict:
     found = dict(ROWS=tile.rows, COLS=tile.columns, PARTS=tile.parts)
-    return found | dict(num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers)
+    return found | dict(num_warps=tile.warps, num_stages=_stages(tile, out), maxnreg=tile.registers)
 
 
 def _map(codes: torch.Tensor, rows: int) -> TensorDescriptor:
@@ -262,7 +271,7 @@ def multiply_rows(a, w, a_scale, w_scale, out, where: BlockMap, kind: int, *, fa
         _rows[_grid(tile, tiles, a.device)](
             _map(a, tile.rows), _map(w, tile.columns // tile.parts), a_scale, w_scale, out, where.ends, where.blocks,
             num, where.count, N, K, SCALED=kind, FAST=fast, FLATTEN=bool(tile.persistent), DEEP=tile.deep,
-            **_options(tile),
+            **_options(tile, out),
         )  # fmt: skip
     return out
 
@@ -278,6 +287,6 @@ def multiply_columns(a, b, a_scale, b_scale, out, where: BlockMap, kind: int, *,
     with on_device(a):
         _contract[runs,](
             _map(a, tile.rows), _map(b, tile.columns // tile.parts), a_scale, b_scale, out, where.ends, num, N, K,
-            SCALED=kind, FAST=fast, ADD=add, RUN=tile.run, **_options(tile),
+            SCALED=kind, FAST=fast, ADD=add, RUN=tile.run, **_options(tile, out),
         )  # fmt: skip
     return out

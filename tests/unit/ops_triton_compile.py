@@ -1,7 +1,7 @@
 """Compile every fused kernel for sm_90 as a Llama-8B-shaped layer launches it: no GPU needed, nothing runs.
 
 Prints kernel -> [registers, bytes spilled, widest global access in bits, FP8 products of warp groups,
-stores to global memory] as JSON. Compiled with Triton's own
+stores to global memory, bytes of shared memory] as JSON. Compiled with Triton's own
 assembler, through a driver that only says what the target is.
 """
 
@@ -46,6 +46,8 @@ def compile_only() -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "ROW") if kwargs.get(k))
         flags += f" {kwargs['SCALED']}" if "SCALED" in kwargs else ""
+        if self.fn is grouped_gemm._rows.fn and args[4].dtype == torch.float32:
+            flags += " FP32"
         compiled[self.fn.__name__ + flags] = measure(kernel)
         return kernel
 
@@ -62,7 +64,7 @@ def measure(kernel) -> list:
     words = re.findall(r"(?:ld|st)\.global[\w.:]*?(?:\.v(\d))?\.b(\d+)", kernel.asm["ptx"])
     products = len(re.findall(r"wgmma\.mma_async\S*\.e4m3\.e4m3", kernel.asm["ptx"]))
     stores = kernel.asm["ptx"].count("st.global")
-    return [registers, stack + local, max(int(n or 1) * int(bits) for n, bits in words), products, stores]
+    return [registers, stack + local, max(int(n or 1) * int(bits) for n, bits in words), products, stores, kernel.metadata.shared]
 
 
 def main() -> None:
@@ -98,8 +100,9 @@ def grouped(E=128, T=1024, K=2048, N=1536) -> None:
     a, w = torch.empty(T, K, dtype=fp8), torch.empty(E * N, K, dtype=fp8)
     y, dw = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((T, N), (E, N, K)))
     columns = torch.empty(N, layout.rows, dtype=fp8), torch.empty(K, layout.rows, dtype=fp8)
-    for kind, fast in ((grouped_gemm.ROW, True), (grouped_gemm.ROW, False), (grouped_gemm.TILES, False)):
-        grouped_gemm.multiply_rows(a, w, scale, scale, y, where, kind, fast=fast)
+    for of, kind, fast in grouped_gemm._TILES:
+        for out in (y, y.float()) if of == "rows" else ():
+            grouped_gemm.multiply_rows(a, w, scale, scale, out, where, kind, fast=fast)
     for kind in (grouped_gemm.ROW, grouped_gemm.BLOCKS):
         for out in (dw, dw.float()):
             add = out.dtype == torch.float32

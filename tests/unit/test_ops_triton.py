@@ -38,18 +38,20 @@ def test_interpreted(check, errors):
 def test_every_kernel_compiles_for_hopper(tmp_path):
     """As a Llama-8B-shaped layer and 128 experts launch them: nothing spilled, global memory in 16-byte words.
 
-    Grouped GEMMs multiply FP8 by warp groups and may fill the registers; two that add to FP32 spill where they do."""
+    Grouped GEMMs multiply FP8 by warp groups and may fill the registers; three with FP32 results spill where they leave."""
     env = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, COMPILE], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     kernels = json.loads(done.stdout)
-    assert len(kernels) == 25
-    for name, (registers, spilled, width, products, _) in kernels.items():
-        grouped, adds = name.startswith(("_rows", "_contract")), name.startswith("_contract ADD")
-        assert registers <= (255 if grouped else 128) and spilled <= (192 if adds else 0), (name, registers, spilled)
+    assert len(kernels) == 30
+    for name, (registers, spilled, width, products, _, shared) in kernels.items():
+        grouped = name.startswith(("_rows", "_contract"))
+        allowed = {"_contract ADD 0": 192, "_contract ADD 1": 192, "_rows 0 FP32": 8}.get(name, 0)
+        assert registers <= (255 if grouped else 128) and spilled <= allowed, (name, registers, spilled)
+        assert shared <= 227 << 10, (name, shared)
         assert width == (64 if name == "_block_map" else 128) and (products > 0) == grouped, (name, width, products)
     a_tile = 8  # stores of 16 bytes a thread; there are two kinds of tiles, those of empty groups must not be optimized out
-    assert kernels["_contract 0"][-1] == kernels["_contract 1"][-1] == 2 * a_tile
+    assert kernels["_contract 0"][-2] == kernels["_contract 1"][-2] == 2 * a_tile
 
 
 @pytest.mark.gpu
