@@ -110,7 +110,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="run_distributed_tests.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--nproc", type=int, help="ranks; default: the GPUs, at most 8, or 2 on the CPU")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl" if gpus > 1 else "gloo")
+    parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="suites whose name has one of these words")
     args = parser.parse_args()
+    suites = [suite for suite in SUITES if any(word in suite.name for word in args.only)]
+    if not suites:
+        parser.error(f"--only {' '.join(args.only)}: the suites are {', '.join(suite.name for suite in SUITES)}")
     nproc = args.nproc or (min(gpus, MOST_RANKS) if args.backend == "nccl" else 2)
     if nproc < 2:
         parser.error(f"--nproc {nproc}: the checks need two ranks")
@@ -120,7 +124,7 @@ def main() -> int:
     device = torch.cuda.get_device_name() if args.backend == "nccl" else "CPU"
     print(f"{nproc} ranks, {args.backend}, {device}, torch {torch.__version__}", flush=True)
     found = []
-    for number, suite in enumerate(SUITES):
+    for number, suite in enumerate(suites):
         new = list(rows(suite, args.backend, nproc, folder / str(number)))
         print(table(new), flush=True)
         found += new
