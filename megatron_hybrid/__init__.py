@@ -36,6 +36,7 @@ _EXPORTS = {
     "HybridSelfAttention": "modules.attention",
     "HybridGroupedLinear": "modules.grouped_linear",
     "FusedAdam": "optimizer",
+    "OffloadedAdam": "optimizer",
     "quantized_model_init": "weights",
     "gather_quantized": "distributed.fsdp2",
     "offload_activations": "offload",

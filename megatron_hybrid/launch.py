@@ -87,17 +87,12 @@ def _validating_ours(original):
         if not _chosen_recipe(args):
             return original(args, *defaults, **kwargs)
         from .mcore import run
-        from .mcore.errors import UserError
+        from .mcore.errors import megatrons_checks
 
         recipe = run.before_validation(args)
         quiet = io.StringIO() if args.hq_explain else sys.stdout  # it prints every argument
-        try:
-            with contextlib.redirect_stdout(quiet):
-                result = original(args, *defaults, **kwargs)
-        except AssertionError as error:
-            if not str(error):  # without words, the traceback is all there is
-                raise
-            raise UserError(f"Megatron's arguments: {error}") from error
+        with megatrons_checks(), contextlib.redirect_stdout(quiet):
+            result = original(args, *defaults, **kwargs)
         run.after_validation(args, recipe)
         return result
 

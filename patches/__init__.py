@@ -31,6 +31,8 @@ _MODULES = (  # in the order of application
     "fused_adam",
     "load_fp32",
     "multi_tensor",
+    "offload_on_cpu",
+    "offload_resume",
     "quantized_params",
     "recompute_outputs",
     "save_errors",

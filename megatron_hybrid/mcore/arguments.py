@@ -80,6 +80,12 @@ class HybridQuantConfig:
     hq_offload_least_bytes: int = _flag(
         1 << 20, "Tensors smaller than this stay on the device beside --hq-offload-layers.", metavar="BYTES"
     )
+    hq_offload_optimizer: bool = _flag(
+        False,
+        "Keep Adam's moments in host memory and bring them to the device for its step: the same bits, 8 bytes a parameter "
+        "(of a rank's share, with the distributed optimizer) less on the device. Megatron's --optimizer-cpu-offload "
+        "computes the step on the CPU.",
+    )
     hq_backward_in_main_thread: bool = _flag(
         False,
         "Run backward in the thread that calls it, not in autograd's own (torch.autograd.set_multithreading_enabled): the "

@@ -32,6 +32,17 @@ def user_errors():
         raise SystemExit(EXIT_CODE) from None
 
 
+@contextlib.contextmanager
+def megatrons_checks():
+    """Turn what Megatron's own checks of arguments raise into `UserError`; without words, the traceback is all there is."""
+    try:
+        yield
+    except (AssertionError, ValueError) as error:
+        if isinstance(error, UserError) or not str(error):
+            raise
+        raise UserError(f"Megatron's arguments: {error}") from error
+
+
 def _user_errors() -> tuple[type, ...]:
     """Our classes that mean a user's mistake; those whose module nobody has imported cannot have been raised."""
     classes = {"..recipe_source": "RecipeError", "..plan": "PlanError", "..patches.framework": "PatchError"}

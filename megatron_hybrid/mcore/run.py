@@ -12,7 +12,8 @@ from ..observe import run_record
 from ..plan import GemmPlan, PlanError
 from ..recipe import Recipe
 from ..recipe_callable import load_recipe
-from . import checkpoint, metrics, recipes, validation
+from . import checkpoint, host_optimizer, metrics, recipes, validation
+from .errors import megatrons_checks
 from .planning import cut_shards, explained, high_precision_gathers, plans_by_step
 from .spec import HybridLayerSpec
 
@@ -41,10 +42,12 @@ def after_validation(args, recipe: Recipe) -> None:
 
     fused = False if args.hq_plain_layers else None
     spec = HybridLayerSpec(recipe, attention_zeroed=args.hq_demo_disable_attention, fused=fused)
-    config = core_transformer_config_from_args(args)
+    with megatrons_checks():
+        config = core_transformer_config_from_args(args)
     config.hybrid_layer_pattern = args.hybrid_layer_pattern
     recipe = spec.recipe_for(config)
     validation.check_quantized_weights(args, recipe)
+    host_optimizer.refuse_unsupported(args)
     device = training_device(args.local_rank)
     shape = ModelShape.of(vars(args), "the arguments")
     at_step = plans_by_step(recipe, config, device, shape)
@@ -64,6 +67,8 @@ def after_validation(args, recipe: Recipe) -> None:
     args.spec = [validation.RECIPES_MODULE, args.hq_recipe]
     if args.hq_metrics_file:
         metrics.install(args.hq_metrics_file)
+    if args.hq_offload_optimizer:
+        host_optimizer.patch().apply()
 
 
 def _write_record(args, recipe: Recipe, lines: list[str], device) -> None:

@@ -78,7 +78,6 @@ _NOT_BESIDE_QUANTIZED_WEIGHTS = {
     "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
-    "optimizer_cpu_offload": "--optimizer-cpu-offload",
     "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
     "use_layer_wise_distributed_optimizer": "--use-layer-wise-distributed-optimizer",
 }
@@ -95,6 +94,11 @@ def check_quantized_weights(args, recipe) -> None:
         raise UserError(f"{what} needs --bf16 or --fp16, the dtype that the weights stand for")
     if getattr(args, "num_distributed_optimizer_instances", 1) > 1:
         raise UserError(f"{what} beside --num-distributed-optimizer-instances: only 1 is supported")
+    if args.optimizer_cpu_offload:
+        raise UserError(
+            f"{what} beside --optimizer-cpu-offload: its masters start from BF16 shards, which these weights have not; "
+            "--hq-offload-optimizer keeps moments in host memory"
+        )
     for attribute, flag in _NOT_BESIDE_QUANTIZED_WEIGHTS.items():
         if getattr(args, attribute, False):
             raise UserError(f"{what} beside {flag} is not supported; leave one out")

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_hybrid import patches
-from megatron_hybrid.optimizer import FusedAdam
-from megatron_hybrid.patches import multi_tensor
+from megatron_hybrid.optimizer import FusedAdam, OffloadedAdam
+from megatron_hybrid.patches import multi_tensor, offload_on_cpu
 from megatron_hybrid.patches.framework import APPLIED, NOT_APPLIED, NOT_NEEDED, PatchError
 
 
@@ -45,6 +45,31 @@ def test_apply_all_and_revert_all(without_patches):
     assert patches.apply_all() == statuses
     patches.revert_all()
     assert (optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE, clip_grads.l2_norm_impl) == originals
+
+
+def test_offload_is_built_by_megatron_where_it_was_asked_for(without_patches):
+    with patches.quiet_missing_te_warnings():
+        import megatron.core.optimizer as optimizer
+        from megatron.core.optimizer import distrib_optimizer
+    from megatron_hybrid.mcore import host_optimizer
+
+    patches.apply_all()
+    patch = host_optimizer.patch()
+    patch.apply()
+    try:
+        assert optimizer.Adam is distrib_optimizer.Adam is OffloadedAdam
+    finally:
+        patch.revert()
+    assert optimizer.Adam is FusedAdam
+
+
+def test_the_stand_in_of_two_devices():
+    """Everything is on the device but what `.cpu()` gave and what was made of that."""
+    with offload_on_cpu.TwoDevices():
+        tensor = torch.randn(3)
+        host = tensor.detach().clone().cpu()
+        assert tensor.is_cuda and tensor.clone().is_cuda and not host.is_cuda and not host.double().clone().is_cuda
+    assert not tensor.is_cuda
 
 
 def test_apply_all_is_all_or_nothing(without_patches, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hybrid.optimizer import FusedAdam
+from megatron_hybrid.optimizer import MOMENTS, FusedAdam, OffloadedAdam
 
 SHAPES = ((7,), (33, 5), (4, 3, 2), (0,))
 
@@ -215,6 +215,69 @@ def test_zero_grad_and_closure():
 def test_bad_options(options, message):
     with pytest.raises(ValueError, match=message):
         FusedAdam(make_params(), **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk_bytes", [1, 600, 1 << 28])
+@pytest.mark.parametrize("bias_correction", [True, False])
+def test_offloaded_has_the_same_bits(dtype, chunk_bytes, bias_correction):
+    """However many tensors are updated at once; a resumed one and one that takes over, too."""
+    ours, theirs, resumed = make_params(dtype), make_params(dtype), make_params(dtype)
+    options = dict(lr=1e-2, weight_decay=0.1, bias_correction=bias_correction)
+    whole, optimizer = FusedAdam(theirs, **options), OffloadedAdam(ours, chunk_bytes=chunk_bytes, **options)
+    train(whole, theirs, range(4))
+    train(optimizer, ours, range(4))
+    assert_same_bits(ours, theirs)
+    with torch.no_grad():
+        for param, value in zip(resumed, ours, strict=True):
+            param.copy_(value)
+    again = OffloadedAdam(resumed, chunk_bytes=chunk_bytes, **options)
+    again.load_state_dict(optimizer.state_dict())
+    train(again, resumed, range(4, 6))
+    train(whole, theirs, range(4, 6))
+    assert_same_bits(resumed, theirs)
+
+
+def test_offloaded_refuses_what_a_host_copy_cannot_follow():
+    with pytest.raises(ValueError, match="capturable is not supported"):
+        OffloadedAdam(make_params(), capturable=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_offloaded_needs_less_of_a_gpu(dtype):
+    """The same bits; between steps the moments' 8 bytes a parameter are not on the device, in a step one chunk of them."""
+    shapes, chunk = [(512, 1024)] * 8, 1 << 22
+    numel = 8 * 512 * 1024
+
+    def run(cls, **options):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        generator = torch.Generator("cuda").manual_seed(1)
+        params = [torch.nn.Parameter(torch.randn(s, generator=generator, device="cuda").to(dtype)) for s in shapes]
+        optimizer = cls(params, lr=1e-2, weight_decay=0.1, **options)
+        for _ in range(3):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=generator, device="cuda").to(dtype)
+            optimizer.step()
+        held = torch.cuda.memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        optimizer.step()
+        return params, optimizer, held, torch.cuda.max_memory_allocated() - before - held
+
+    expected, whole, more, _ = run(FusedAdam)
+    found, optimizer, less, extra = run(OffloadedAdam, chunk_bytes=chunk)
+    assert more - less == 8 * numel
+    # in a step: a chunk of moments, and the FP32 gradients that bf16 parameters need in either
+    assert extra <= 2 * chunk + (4 * numel if dtype is torch.bfloat16 else 0) + (1 << 20)
+    for state in optimizer.state.values():
+        assert all(state[key].is_pinned() for key in MOMENTS)
+    for key in MOMENTS:
+        assert_same_bits([s[key].cpu() for s in whole.state.values()], [s[key] for s in optimizer.state.values()])
+    assert_same_bits(found, expected)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert not any(state[key].is_cuda for state in optimizer.state.values() for key in MOMENTS)
 
 
 @pytest.mark.gpu
