@@ -239,12 +239,14 @@ class OffloadedAdam(FusedAdam):
         self.chunk_bytes = chunk_bytes
 
     def step(self, closure=None, *, noop_flag=None):
+        """As `FusedAdam.step`, at whose end the state is whole on the host."""
         loss = super().step(closure, noop_flag=noop_flag)
         for device in {p.device for group in self.param_groups for p in group["params"] if p.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return loss
 
     def load_state_dict(self, state_dict) -> None:
+        """As `FusedAdam.load_state_dict`; the moments end on the host."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
             _move_to_host(state)
