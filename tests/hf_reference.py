@@ -1,4 +1,4 @@
-"""A plain forward of Llama, Qwen3 and Qwen3-MoE folders, from their config.json and safetensors alone."""
+"""A plain forward of Llama, Qwen2, Qwen3, Qwen2-MoE and Qwen3-MoE folders, from config.json and safetensors alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PlainModel:
         return self.linear(self.norm(x, "model.norm"), output)
 
     def linear(self, x, name):
-        return F.linear(x, self.weights[f"{name}.weight"])
+        return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def norm(self, x, name):
         y = x.float()
@@ -38,12 +38,20 @@ class PlainModel:
         return (y * self.weights[f"{name}.weight"].float()).to(x.dtype)
 
     def rotate(self, x):
-        angles = torch.arange(x.shape[2])[:, None] / self.config["rope_theta"] ** (
-            torch.arange(0, self.head, 2) / self.head
-        )
+        angles = torch.arange(x.shape[2])[:, None] * self.frequencies()
         cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([angles.sin()] * 2, -1)
         first, second = x.float().chunk(2, -1)
         return (x.float() * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+    def frequencies(self):
+        found = self.config["rope_theta"] ** (-torch.arange(0, self.head, 2) / self.head)
+        scaling = self.config["rope_scaling"]
+        if scaling is None:
+            return found
+        turns = scaling["original_max_position_embeddings"] * found / (2 * torch.pi)  # of the context trained on
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+        return found * (kept + (1 - kept) / scaling["factor"])
 
     def attention(self, name, x):
         batch, sequence, _ = x.shape
@@ -69,4 +77,8 @@ class PlainModel:
             at = f"{name}experts.{e}."
             hidden = F.silu(self.linear(x, f"{at}gate_proj")) * self.linear(x, f"{at}up_proj")
             out = out + self.linear(hidden, f"{at}down_proj") * weight
-        return out
+        if f"{name}shared_expert_gate.weight" not in self.weights:
+            return out
+        at = f"{name}shared_expert."
+        hidden = F.silu(self.linear(x, f"{at}gate_proj")) * self.linear(x, f"{at}up_proj")
+        return out + self.linear(hidden, f"{at}down_proj") * self.linear(x, f"{name}shared_expert_gate").sigmoid()

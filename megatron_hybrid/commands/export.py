@@ -1,8 +1,8 @@
 """Write a checkpoint's weights as a Hugging Face folder: config.json and safetensors files.
 
-The checkpoint is one of torch_dist format, of any parallel layout and any recipe. Models of the Llama, Qwen3 and
-Qwen3-MoE shapes convert; others are refused, naming the argument. The tokenizer is not part of a checkpoint: add its
-files.
+The checkpoint is one of torch_dist format, of any parallel layout and any recipe. Models of the Llama, Qwen2, Qwen3,
+Qwen2-MoE and Qwen3-MoE shapes convert; others are refused, naming the argument. The tokenizer is not part of a
+checkpoint: add its files.
 """
 
 from __future__ import annotations

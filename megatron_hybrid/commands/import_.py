@@ -1,7 +1,7 @@
 """Write the weights of a Hugging Face folder as a checkpoint to go on training from.
 
-Models of the Llama, Qwen3 and Qwen3-MoE shapes convert. The checkpoint holds weights only: load it with --finetune,
-under any parallel layout. The flags that build the model in Megatron are printed.
+Models of the Llama, Qwen2, Qwen3, Qwen2-MoE and Qwen3-MoE shapes convert. The checkpoint holds weights only: load it
+with --finetune, under any parallel layout. The flags that build the model in Megatron are printed.
 """
 
 from __future__ import annotations

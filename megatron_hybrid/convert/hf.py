@@ -88,6 +88,9 @@ def _hf_tensors(source: _Source, spec: ModelSpec, rows: int) -> Iterator[tuple[s
         counts["qkv"] += 1
         for name, part in zip("qkv", split_qkv(qkv, spec)):
             yield f"model.layers.{i}.self_attn.{name}_proj.weight", part
+    for i, bias in source.layers("self_attention.linear_qkv.bias") if spec.qkv_bias else ():
+        for name, part in zip("qkv", split_qkv(bias, spec)):
+            yield f"model.layers.{i}.self_attn.{name}_proj.bias", part
     for i, proj in source.layers("self_attention.linear_proj.weight"):
         yield f"model.layers.{i}.self_attn.o_proj.weight", proj
     if spec.qk_norm:
@@ -111,6 +114,8 @@ def _hf_tensors(source: _Source, spec: ModelSpec, rows: int) -> Iterator[tuple[s
         for i, fc2 in source.layers("mlp.experts.experts.linear_fc2.weight"):
             for e, one in enumerate(fc2):
                 yield f"model.layers.{i}.mlp.experts.{e}.down_proj.weight", one
+    if spec.shared_ffn:
+        yield from _shared_expert(source)
     if set(counts.values()) != {spec.num_layers}:
         raise CheckpointError(
             f"{source.checkpoint.folder}: tensors of some layers are missing ({counts} of {spec.num_layers})"
@@ -120,6 +125,15 @@ def _hf_tensors(source: _Source, spec: ModelSpec, rows: int) -> Iterator[tuple[s
         yield "lm_head.weight", source.get(_OUTPUT)[:rows]
 
 
+def _shared_expert(source: _Source) -> Iterator[tuple[str, torch.Tensor]]:
+    for i, fc1 in source.layers("mlp.shared_experts.linear_fc1.weight"):
+        yield from _gate_and_up(f"model.layers.{i}.mlp.shared_expert.", fc1)
+    for i, fc2 in source.layers("mlp.shared_experts.linear_fc2.weight"):
+        yield f"model.layers.{i}.mlp.shared_expert.down_proj.weight", fc2
+    for i, gate in source.layers("mlp.shared_experts.gate_weight"):
+        yield f"model.layers.{i}.mlp.shared_expert_gate.weight", gate
+
+
 def _gate_and_up(prefix: str, fc1: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     gate, up = fc1.chunk(2)
     yield f"{prefix}gate_proj.weight", gate
@@ -127,15 +141,15 @@ def _gate_and_up(prefix: str, fc1: torch.Tensor) -> Iterator[tuple[str, torch.Te
 
 
 def split_qkv(qkv: torch.Tensor, spec: ModelSpec) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(q, k, v) of Megatron's one matrix ((heads + 2 groups) x head size, hidden)."""
+    """(q, k, v) of Megatron's one matrix ((heads + 2 groups) x head size, hidden), or of its bias."""
     queries = spec.heads // spec.groups
-    parts = qkv.reshape(spec.groups, queries + 2, spec.head_size, -1)
+    parts = qkv.reshape(spec.groups, queries + 2, spec.head_size, *qkv.shape[1:])
     return tuple(part.flatten(0, 2) for part in parts.split([queries, 1, 1], dim=1))
 
 
 def join_qkv(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
     """The inverse of `split_qkv`."""
-    parts = [part.reshape(spec.groups, -1, spec.head_size, part.shape[-1]) for part in (q, k, v)]
+    parts = [part.reshape(spec.groups, -1, spec.head_size, *part.shape[1:]) for part in (q, k, v)]
     return torch.cat(parts, dim=1).flatten(0, 2)
 
 
@@ -204,6 +218,8 @@ def _layer(get, spec: ModelSpec, i: int) -> dict[str, torch.Tensor]:
         "self_attention.linear_qkv.weight": join_qkv(*(get(f"{attention}{x}_proj.weight") for x in "qkv"), spec),
         "self_attention.linear_proj.weight": get(f"{attention}o_proj.weight"),
     }
+    if spec.qkv_bias:
+        layer["self_attention.linear_qkv.bias"] = join_qkv(*(get(f"{attention}{x}_proj.bias") for x in "qkv"), spec)
     if spec.qk_norm:
         layer |= {f"self_attention.{x}_layernorm.weight": get(f"{attention}{x}_norm.weight") for x in "qk"}
     if not spec.moe_layers[i]:
@@ -216,6 +232,13 @@ def _layer(get, spec: ModelSpec, i: int) -> dict[str, torch.Tensor]:
         }
     experts = [f"{mlp}experts.{e}." for e in range(spec.experts)]
     gate_up = [torch.cat([get(f"{expert}{x}_proj.weight") for x in ("gate", "up")]) for expert in experts]
+    if spec.shared_ffn:
+        shared = f"{mlp}shared_expert."
+        layer |= {
+            f"mlp.shared_experts.{_FC1}.weight": torch.cat([get(f"{shared}{x}_proj.weight") for x in ("gate", "up")]),
+            f"mlp.shared_experts.{_FC2}.weight": get(f"{shared}down_proj.weight"),
+            "mlp.shared_experts.gate_weight": get(f"{mlp}shared_expert_gate.weight"),
+        }
     return layer | {
         "pre_mlp_layernorm.weight": norm,
         "mlp.router.weight": get(f"{mlp}gate.weight"),
@@ -230,6 +253,8 @@ def _extra_states(spec: ModelSpec) -> Iterator[str]:
         stem, place, of = ("", f"{i}", f"{spec.num_layers}") if spec.is_homogeneous else (f"{i}.", "0", "1")
         leaves = ["self_attention.linear_qkv", "self_attention.linear_proj"]
         leaves += [] if spec.moe_layers[i] else [f"mlp.{_FC1}", f"mlp.{_FC2}"]
+        if spec.moe_layers[i] and spec.shared_ffn:
+            leaves += [f"mlp.shared_experts.{_FC1}", f"mlp.shared_experts.{_FC2}"]
         for leaf in leaves:
             yield f"decoder.layers.{stem}{leaf}._extra_state/shard_{place}_{of}"
         for e in range(spec.experts if spec.moe_layers[i] else 0):

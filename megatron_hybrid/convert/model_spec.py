@@ -1,10 +1,14 @@
 """The models that both sides know: what Megatron's arguments say and what a Hugging Face config says, as one thing.
 
-========================  ==============================================
-Llama                     dense, no query/key norm
-Qwen3                     dense, query/key norm
-Qwen3-MoE                 experts, query/key norm
-========================  ==============================================
+=========  =====================================================================
+Llama      dense
+Qwen2      dense, biases of query, key and value
+Qwen3      dense, query/key norm
+Qwen2-MoE  experts beside a gated shared one, with or without those biases
+Qwen3-MoE  experts, query/key norm
+=========  =====================================================================
+
+Each with plain rotary embeddings or those scaled as Llama 3.1 does (`llama3`).
 """
 
 from __future__ import annotations
@@ -21,19 +25,23 @@ class ConversionError(ValueError):
     """A model that the other side has no name for; says which argument and why."""
 
 
-LLAMA, QWEN3, QWEN3_MOE = "llama", "qwen3", "qwen3_moe"
-_CLASSES = {LLAMA: "LlamaForCausalLM", QWEN3: "Qwen3ForCausalLM", QWEN3_MOE: "Qwen3MoeForCausalLM"}
+LLAMA, QWEN2, QWEN3, QWEN2_MOE, QWEN3_MOE = "llama", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"
+_CLASSES = {
+    LLAMA: "LlamaForCausalLM", QWEN2: "Qwen2ForCausalLM", QWEN3: "Qwen3ForCausalLM",
+    QWEN2_MOE: "Qwen2MoeForCausalLM", QWEN3_MOE: "Qwen3MoeForCausalLM",
+}  # fmt: skip
+_WITH_EXPERTS = (QWEN2_MOE, QWEN3_MOE)
+# what Megatron's --use-rope-scaling has beside a factor
+_ROPE_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 # Megatron's arguments with the values that convert; others are refused
 _REQUIRED = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
     "add_bias_linear": (False,),
-    "add_qkv_bias": (False, None),
     "position_embedding_type": ("rope",),
     "rotary_percent": (1.0, None),
     "rotary_interleaved": (False, None),
-    "use_rope_scaling": (False, None),
     "rotary_seq_len_interpolation_factor": (None, 1),
     "multi_latent_attention": (False, None),
     "mtp_num_layers": (None, 0),
@@ -47,7 +55,6 @@ _REQUIRED = {
     "glu_linear_offset": (0.0, None),
 }
 _REQUIRED_OF_EXPERTS = {
-    "moe_shared_expert_intermediate_size": (None, 0),
     "moe_router_score_function": ("softmax", None),
     "moe_router_enable_expert_bias": (False, None),
     "moe_router_num_groups": (None,),
@@ -59,7 +66,13 @@ _REQUIRED_OF_EXPERTS = {
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """Sizes and choices. `moe_layers`: whether each layer has experts. `vocab`: rows of the embedding."""
+    """Sizes and choices.
+
+    moe_layers  whether each layer has experts
+    vocab       rows of the embedding
+    shared_ffn  width of the shared expert, which a gate scales; 0 where there is none
+    rope_factor of rotary scaling as in Llama 3.1, None without it
+    """
 
     num_layers: int
     hidden: int
@@ -78,14 +91,19 @@ class ModelSpec:
     experts: int = 0
     expert_ffn: int = 0
     topk: int = 0
+    shared_ffn: int = 0
+    qkv_bias: bool = False
+    rope_factor: float | None = None
     renormalize: bool = True  # router probabilities of the chosen experts add up to one
     one_centered_norm: bool = False  # Megatron keeps norm weights minus one
 
     @property
     def kind(self) -> str:
         if self.experts:
-            return QWEN3_MOE
-        return QWEN3 if self.qk_norm else LLAMA
+            return QWEN3_MOE if self.qk_norm else QWEN2_MOE
+        if self.qk_norm:
+            return QWEN3
+        return QWEN2 if self.qkv_bias else LLAMA
 
     @property
     def is_homogeneous(self) -> bool:
@@ -103,11 +121,9 @@ class ModelSpec:
                 raise ConversionError(
                     f"{where}: trained with {name} = {args[name]!r}; only {' or '.join(map(repr, allowed))} converts"
                 )
-        qk_norm = bool(args.get("qk_layernorm"))
-        if experts and not qk_norm:
-            raise ConversionError(
-                f"{where}: experts without --qk-layernorm; the Qwen3-MoE shape has query and key norms"
-            )
+        qk_norm, qkv_bias = bool(args.get("qk_layernorm")), bool(args.get("add_qkv_bias"))
+        shared = (args.get("moe_shared_expert_intermediate_size") or 0) if experts else 0
+        _check_shape(where, qk_norm, qkv_bias, bool(experts), bool(shared), bool(args.get("moe_shared_expert_gate")))
         heads, hidden, layers = args["num_attention_heads"], args["hidden_size"], args["num_layers"]
         return cls(
             num_layers=layers,
@@ -127,6 +143,9 @@ class ModelSpec:
             experts=experts,
             expert_ffn=(args.get("moe_ffn_hidden_size") or args["ffn_hidden_size"]) if experts else 0,
             topk=args.get("moe_router_topk", 2) if experts else 0,
+            shared_ffn=shared,
+            qkv_bias=qkv_bias,
+            rope_factor=float(args.get("rope_scaling_factor", 8.0)) if args.get("use_rope_scaling") else None,
             renormalize=not args.get("moe_router_pre_softmax", False),
             one_centered_norm=bool(args.get("apply_layernorm_1p")),
         )
@@ -141,8 +160,13 @@ class ModelSpec:
             "position_embedding_type": "rope", "rotary_base": int(self.rope_base),
             "max_position_embeddings": self.max_positions, "padded_vocab_size": self.vocab,
             "untie_embeddings_and_output_weights": not self.tied, "qk_layernorm": self.qk_norm,
+            "add_qkv_bias": self.qkv_bias, "use_rope_scaling": self.rope_factor is not None,
             "params_dtype": self.dtype, "bf16": self.dtype == torch.bfloat16, "fp16": self.dtype == torch.float16,
         }  # fmt: skip
+        if self.rope_factor is not None:
+            args["rope_scaling_factor"] = self.rope_factor
+        if self.shared_ffn:
+            args |= {"moe_shared_expert_intermediate_size": self.shared_ffn, "moe_shared_expert_gate": True}
         if self.experts:
             freq = 1 if all(self.moe_layers) else list(map(int, self.moe_layers))
             args |= {
@@ -170,6 +194,10 @@ class ModelSpec:
             words += ["--group-query-attention", "--num-query-groups", self.groups]
         words += [] if self.tied else ["--untie-embeddings-and-output-weights"]
         words += ["--qk-layernorm"] if self.qk_norm else []
+        words += ["--add-qkv-bias"] if self.qkv_bias else []
+        words += [] if self.rope_factor is None else ["--use-rope-scaling", "--rope-scaling-factor", self.rope_factor]
+        if self.shared_ffn:
+            words += ["--moe-shared-expert-intermediate-size", self.shared_ffn, "--moe-shared-expert-gate"]
         words += {torch.bfloat16: ["--bf16"], torch.float16: ["--fp16"]}.get(self.dtype, [])
         if self.experts:
             words += ["--num-experts", self.experts, "--moe-ffn-hidden-size", self.expert_ffn, "--moe-grouped-gemm"]
@@ -188,12 +216,16 @@ class ModelSpec:
             "intermediate_size": self.ffn, "num_hidden_layers": self.num_layers, "num_attention_heads": self.heads,
             "num_key_value_heads": self.groups, "head_dim": self.head_size, "vocab_size": self.vocab,
             "max_position_embeddings": self.max_positions, "rms_norm_eps": self.norm_eps,
-            "rope_theta": self.rope_base, "rope_scaling": None, "hidden_act": "silu", "attention_bias": False,
+            "rope_theta": self.rope_base, "rope_scaling": self._rope_scaling(), "hidden_act": "silu",
             "attention_dropout": 0.0, "tie_word_embeddings": self.tied,
             "torch_dtype": str(self.dtype).removeprefix("torch."),
         }  # fmt: skip
         if self.kind == LLAMA:
             config["mlp_bias"] = False
+        if self.kind in (LLAMA, QWEN3, QWEN3_MOE):
+            config["attention_bias"] = False
+        if self.kind == QWEN2_MOE:
+            config |= {"qkv_bias": self.qkv_bias, "shared_expert_intermediate_size": self.shared_ffn}
         if self.experts:
             config |= {
                 "num_experts": self.experts, "num_experts_per_tok": self.topk, "decoder_sparse_step": 1,
@@ -202,6 +234,11 @@ class ModelSpec:
             }  # fmt: skip
         return config
 
+    def _rope_scaling(self) -> dict | None:
+        if self.rope_factor is None:
+            return None
+        return {"rope_type": "llama3", "factor": self.rope_factor, **_ROPE_SCALING}
+
     @classmethod
     def from_hf(cls, config: Mapping, where: str) -> ModelSpec:
         """From config.json. Raises `ConversionError` naming what Megatron would need to have."""
@@ -209,17 +246,19 @@ class ModelSpec:
         if kind not in _CLASSES:
             raise ConversionError(f"{where}: model_type {kind!r}; these convert: {', '.join(_CLASSES)}")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
         refused = {
             "attention_bias": config.get("attention_bias"),
             "mlp_bias": config.get("mlp_bias"),
             "hidden_act": config.get("hidden_act", "silu") not in ("silu", "swish"),
-            "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
+            "rope_scaling": rope_type not in ("default", "llama3") or not _fits(rope, rope_type),
             "use_sliding_window": config.get("use_sliding_window"),
         }
         for name, is_refused in refused.items():
             if is_refused:
-                raise ConversionError(f"{where}: {name} = {config.get(name)!r} does not convert")
-        layers, experts = config["num_hidden_layers"], config.get("num_experts", 0) if kind == QWEN3_MOE else 0
+                found = rope if name == "rope_scaling" else config.get(name)
+                raise ConversionError(f"{where}: {name} = {found!r} does not convert")
+        layers, experts = config["num_hidden_layers"], config.get("num_experts", 0) if kind in _WITH_EXPERTS else 0
         heads, dense = config["num_attention_heads"], set(config.get("mlp_only_layers") or ())
         every = config.get("decoder_sparse_step", 1)
         sparse = tuple(bool(experts) and i not in dense and (i + 1) % every == 0 for i in range(layers))
@@ -237,10 +276,35 @@ class ModelSpec:
             rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
             dtype=getattr(torch, str(dtype).removeprefix("torch.")),
             tied=bool(config.get("tie_word_embeddings", False)),
-            qk_norm=kind != LLAMA,
+            qk_norm=kind in (QWEN3, QWEN3_MOE),
             moe_layers=sparse,
             experts=experts,
             expert_ffn=config.get("moe_intermediate_size", 0) if experts else 0,
             topk=config.get("num_experts_per_tok", 0) if experts else 0,
+            shared_ffn=config["shared_expert_intermediate_size"] if kind == QWEN2_MOE else 0,
+            qkv_bias=kind == QWEN2 or (kind == QWEN2_MOE and config.get("qkv_bias", True)),
+            rope_factor=float(rope["factor"]) if rope_type == "llama3" else None,
             renormalize=bool(config.get("norm_topk_prob", False)) if experts else True,
+        )
+
+
+def _fits(rope: Mapping, rope_type: str) -> bool:
+    """Whether Megatron's scaling has these numbers."""
+    return rope_type == "default" or all(rope.get(name) == value for name, value in _ROPE_SCALING.items())
+
+
+def _check_shape(where: str, qk_norm: bool, qkv_bias: bool, experts: bool, shared: bool, gate: bool) -> None:
+    """Raise `ConversionError` for a combination of parts that no model of `_CLASSES` has."""
+    if qk_norm and qkv_bias:
+        raise ConversionError(f"{where}: --qk-layernorm beside --add-qkv-bias; no model that converts has both")
+    if qk_norm and shared:
+        raise ConversionError(f"{where}: --qk-layernorm beside a shared expert; no model that converts has both")
+    if shared and not gate:
+        raise ConversionError(
+            f"{where}: a shared expert without --moe-shared-expert-gate; the Qwen2-MoE shape has a gate"
+        )
+    if experts and not qk_norm and not shared:
+        raise ConversionError(
+            f"{where}: experts without --qk-layernorm, which the Qwen3-MoE shape has, and without "
+            "--moe-shared-expert-intermediate-size, which the Qwen2-MoE shape has"
         )

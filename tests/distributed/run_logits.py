@@ -2,7 +2,7 @@
 
     run_logits.py <flags of pretrain_gpt.py> --load CHECKPOINT --skip-train --hq-metrics-file OUT
 
-The first rank writes OUT.pt: (batch, sequence, vocabulary).
+The first rank writes OUT.pt: (batch, sequence, vocabulary), and the rotary frequencies as OUT.rotary.pt.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def fixed_tokens(vocab: int) -> torch.Tensor:
 def write_logits(data_iterator, model):
     """In place of a forward step: then the run is over."""
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+    from megatron.core.utils import get_attr_wrapped_model
     from megatron.training import get_args
 
     args = get_args()
@@ -38,6 +39,7 @@ def write_logits(data_iterator, model):
         logits = gather_from_tensor_model_parallel_region(model(tokens, positions, None))
     if args.rank == 0:
         torch.save(logits.clone(), f"{args.hq_metrics_file}.pt")
+        torch.save(get_attr_wrapped_model(model, "rotary_pos_emb").inv_freq, f"{args.hq_metrics_file}.rotary.pt")
     raise SystemExit(0)
 
 

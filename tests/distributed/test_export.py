@@ -29,6 +29,11 @@ EXPERTS = (
     "--qk-layernorm --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-layer-freq [0,1] --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall"
 ).split()
+SHARED = (
+    "--add-qkv-bias --num-experts 4 --moe-router-topk 2 --moe-router-pre-softmax --moe-ffn-hidden-size 64 --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 96 --moe-shared-expert-gate"
+).split()
+SCALED = "--add-qkv-bias --use-rope-scaling --rope-scaling-factor 8 --rotary-base 500000".split()
 GROUPS = ["--group-query-attention", "--num-query-groups", "2"]
 TIED = [word for word in MODEL if word != "--untie-embeddings-and-output-weights"]
 # name: model, layout, recipe
@@ -37,8 +42,11 @@ MODELS = {
     "pipeline": (TIED, ["--pipeline-model-parallel-size", "2"], "fp8_delayed"),
     "experts": ([*MODEL, *GROUPS, *EXPERTS], [*TP2, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"],
                 "mxfp8"),
+    "scaled": ([*TIED, *GROUPS, *SCALED], TP2, "fp8_block"),
+    "shared": ([*MODEL, *SHARED], [*TP2, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"], "nvfp4"),
 }  # fmt: skip
-CONVERTED = ("tensor", "experts")
+CONVERTED = ("tensor", "experts", "scaled", "shared")
+KINDS = {"tensor": "llama", "pipeline": "llama", "experts": "qwen3_moe", "scaled": "qwen2", "shared": "qwen2_moe"}
 
 
 def trained(name: str) -> list[Case]:
@@ -84,7 +92,10 @@ def folder(tmp_path_factory):
 def test_c66_exported_logits_are_the_trained_ones_within_rounding(folder, name):
     found = torch.load(folder / f"{name}.logits.pt").float()
     tokens = fixed_tokens(127)
-    exact = PlainModel(folder / f"{name}_hf", torch.float32)(tokens)
+    model = PlainModel(folder / f"{name}_hf", torch.float32)
+    assert model.config["model_type"] == KINDS[name]
+    torch.testing.assert_close(torch.load(folder / f"{name}.logits.rotary.pt"), model.frequencies(), rtol=1e-5, atol=0)
+    exact = model(tokens)
     rounded = PlainModel(folder / f"{name}_hf", torch.bfloat16)(tokens).float()
     assert (found - exact).norm() <= 2 * (rounded - exact).norm()
     assert (rounded - exact).norm() < 0.02 * exact.norm()

@@ -25,6 +25,9 @@ LLAMA = ModelSpec(num_layers=2, hidden=32, heads=4, groups=2, head_size=8, ffn=4
 SPECS = {
     "llama": LLAMA,
     "llama_tied": replace(LLAMA, tied=True, groups=4, head_size=16),
+    "llama3.1": replace(LLAMA, rope_base=500000.0, rope_factor=8.0, head_size=16),
+    "qwen2": replace(LLAMA, qkv_bias=True),
+    "qwen2_moe": replace(LLAMA, qkv_bias=True, experts=3, expert_ffn=16, topk=2, shared_ffn=24, moe_layers=(True, True)),
     "qwen3": replace(LLAMA, qk_norm=True, rope_base=1e6),
     "qwen3_moe": replace(LLAMA, qk_norm=True, experts=3, expert_ffn=16, topk=2, moe_layers=(True, True)),
     "qwen3_moe_mixed": replace(
@@ -49,12 +52,16 @@ def hf_shapes(s: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{at}input_layernorm.weight": (s.hidden,), f"{at}post_attention_layernorm.weight": (s.hidden,),
                    f"{at}self_attn.q_proj.weight": (q, s.hidden), f"{at}self_attn.k_proj.weight": (kv, s.hidden),
                    f"{at}self_attn.v_proj.weight": (kv, s.hidden), f"{at}self_attn.o_proj.weight": (s.hidden, q)}  # fmt: skip
+        if s.qkv_bias:
+            shapes |= {f"{at}self_attn.q_proj.bias": (q,), f"{at}self_attn.k_proj.bias": (kv,), f"{at}self_attn.v_proj.bias": (kv,)}
         if s.qk_norm:
             shapes |= {f"{at}self_attn.{x}_norm.weight": (s.head_size,) for x in "qk"}
         if not s.moe_layers[i]:
             shapes |= mlp(f"{at}mlp.", s.ffn)
             continue
         shapes[f"{at}mlp.gate.weight"] = (s.experts, s.hidden)
+        if s.shared_ffn:
+            shapes |= mlp(f"{at}mlp.shared_expert.", s.shared_ffn) | {f"{at}mlp.shared_expert_gate.weight": (1, s.hidden)}
         for e in range(s.experts):
             shapes |= mlp(f"{at}mlp.experts.{e}.", s.expert_ffn)
     return shapes
@@ -101,15 +108,22 @@ def test_transformers_reads_it(name, tmp_path):
     folder = make_folder(tmp_path / "hf", SPECS[name])
     program = (
         "import sys, torch, transformers; m = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32);"
-        "torch.save(m(torch.arange(24).reshape(2, 12) % 50).logits.detach(), sys.argv[2])"
+        "torch.save([m(torch.arange(24).reshape(2, 12) % 50).logits.detach(), m.model.rotary_emb.inv_freq], sys.argv[2])"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run(
         [sys.executable, "-c", program, folder, tmp_path / "logits.pt"], check=True, env=environment, timeout=120
     )
-    found = torch.load(tmp_path / "logits.pt")
-    expected = PlainModel(folder, torch.float32)(torch.arange(24).reshape(2, 12) % 50)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    found, frequencies = torch.load(tmp_path / "logits.pt")
+    model = PlainModel(folder, torch.float32)
+    torch.testing.assert_close(found, model(torch.arange(24).reshape(2, 12) % 50), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(frequencies, model.frequencies(), rtol=1e-5, atol=0)
+
+
+def test_a_shared_expert_without_a_gate_is_refused():
+    args = {**SPECS["qwen2_moe"].to_args(), "moe_shared_expert_gate": False}
+    with pytest.raises(ConversionError, match="here: a shared expert without --moe-shared-expert-gate"):
+        ModelSpec.from_args(args, "here")
 
 
 def test_query_key_value_are_runs_of_a_group():
@@ -151,7 +165,9 @@ REFUSED = {
     "add_bias_linear": (True, "add_bias_linear"),
     "position_embedding_type": ("learned_absolute", "position_embedding_type"),
     "qk_layernorm": (False, "experts without --qk-layernorm"),
-    "moe_shared_expert_intermediate_size": (64, "moe_shared_expert_intermediate_size"),
+    "add_qkv_bias": (True, "--qk-layernorm beside --add-qkv-bias"),
+    "moe_shared_expert_intermediate_size": (64, "--qk-layernorm beside a shared expert"),
+    "rotary_seq_len_interpolation_factor": (2, "rotary_seq_len_interpolation_factor"),
     "moe_router_score_function": ("sigmoid", "moe_router_score_function"),
 }
 
@@ -166,9 +182,11 @@ def test_models_without_a_counterpart_are_refused_by_argument(name):
 
 @pytest.mark.parametrize(
     "changes, says",
-    [({"model_type": "gpt2"}, "model_type 'gpt2'; these convert: llama, qwen3, qwen3_moe"),
+    [({"model_type": "gpt2"}, "model_type 'gpt2'; these convert: llama, qwen2, qwen3, qwen2_moe, qwen3_moe"),
      ({"attention_bias": True}, "attention_bias = True"), ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling")],
+     ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling"),
+     ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0, "high_freq_factor": 4.0,
+                        "original_max_position_embeddings": 8192}}, "low_freq_factor")],
 )  # fmt: skip
 def test_configs_without_a_counterpart_are_refused(changes, says):
     with pytest.raises(ConversionError, match=says):
