@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
-import logging
 import runpy
 import sys
 from pathlib import Path
@@ -49,13 +48,11 @@ def prepare(*, hybrid_models: bool = False) -> None:
         cpu_device.install()
     patches.apply_all()
     arguments_patch(hybrid_models).apply()
-    # a line for every module of every layer; our summary says the same in two
-    logging.getLogger("megatron.core.quantization.quant_config").setLevel(logging.WARNING)
 
 
 def arguments_patch(hybrid_models: bool = False):
     """Our flags and checks inside Megatron's argument handling."""
-    from .mcore import versions
+    from .mcore import start_output, versions
     from .patches.framework import Change, Patch
 
     return Patch(
@@ -63,6 +60,7 @@ def arguments_patch(hybrid_models: bool = False):
         changes=(
             Change(f"{_MODULE}:add_megatron_arguments", functools.partial(_adding_ours, hybrid_models)),
             Change(f"{_MODULE}:validate_args", _validating_ours),
+            Change(f"{_MODULE}:_print_args", start_output.listing_if_asked),
         ),
         versions=versions.SUPPORTED,
         why="unmodified scripts have no place to add flags, and Megatron answers mistakes with assertions",
@@ -86,11 +84,12 @@ def _validating_ours(original):
     def validate_args(args, *defaults, **kwargs):
         if not _chosen_recipe(args):
             return original(args, *defaults, **kwargs)
-        from .mcore import run
+        from .mcore import run, start_output
         from .mcore.errors import megatrons_checks
 
         recipe = run.before_validation(args)
-        quiet = io.StringIO() if args.hq_explain else sys.stdout  # it prints every argument
+        start_output.shorten(args)
+        quiet = io.StringIO() if args.hq_explain else sys.stdout
         with megatrons_checks(), contextlib.redirect_stdout(quiet):
             result = original(args, *defaults, **kwargs)
         run.after_validation(args, recipe)

@@ -21,7 +21,7 @@ from .framework import Patch, Status
 
 _RNG_LOGGER = "megatron.core.tensor_parallel.random"
 # Advice about a GPU's queues, given at the first backward.
-_GPU_ADVICE = "When using async grad allreduce it is recommended to set the environment variable CUDA_DEVICE_MAX"
+_GPU_ADVICE = "When using .* it is recommended to set the environment variable CUDA_DEVICE_MAX"
 _patch: Patch | None = None
 
 

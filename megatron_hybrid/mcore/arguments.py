@@ -43,6 +43,11 @@ class HybridQuantConfig:
         "evaluation (iteration, valid_loss or test_loss), in full precision.",
         metavar="PATH",
     )
+    hq_full_log: bool = _flag(
+        False,
+        "Print all that Megatron says at the start: every argument, every parameter of its buckets, every dataset file. "
+        "Without it the recipe and the progress are on one screen; warnings are there always.",
+    )
     hq_stats_interval: int = _flag(
         0,
         "Every N iterations, measure what quantization does to each tensor (SNR, underflow, saturation, exponents) and "
@@ -119,6 +124,7 @@ def _defaults(on_cpu: bool) -> dict:
     """Defaults of Megatron's that fail where Transformer Engine or Apex is missing, each with what it does there."""
     defaults = {
         "eval_interval": 1000,  # None: a TypeError when the datasets' sizes are computed
+        "enable_one_logger": _importable("one_logger"),  # a warning about a package that is not public
         "create_attention_mask_in_dataloader": False,  # causal attention needs none; a mask costs the fast kernels
         "no_persist_layer_norm": True,  # names a kernel of Apex
         "transformer_impl": "local",  # transformer_engine: builds its layers

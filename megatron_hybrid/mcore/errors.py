@@ -7,6 +7,7 @@ import datetime
 import importlib.util
 import os
 import sys
+import traceback
 
 EXIT_CODE = 2
 _PEER_TIMEOUT = datetime.timedelta(seconds=20)
@@ -34,13 +35,21 @@ def user_errors():
 
 @contextlib.contextmanager
 def megatrons_checks():
-    """Turn what Megatron's own checks of arguments raise into `UserError`; without words, the traceback is all there is."""
+    """Turn what Megatron's own checks of arguments raise into `UserError`."""
     try:
         yield
     except (AssertionError, ValueError) as error:
-        if isinstance(error, UserError) or not str(error):
+        if isinstance(error, UserError):
             raise
-        raise UserError(f"Megatron's arguments: {error}") from error
+        raise UserError(f"Megatron's arguments: {_words(error)}") from error
+
+
+def _words(error: Exception) -> str:
+    """What a check says; of one without words its line, and where that is."""
+    if str(error):
+        return str(error)
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"`{last.line}` does not hold ({os.path.basename(last.filename)}:{last.lineno})"
 
 
 def _user_errors() -> tuple[type, ...]:

@@ -20,8 +20,12 @@ def install(path: str) -> None:
     target = Path(path)
     if target.is_dir() or (target.parent.exists() and not target.parent.is_dir()):
         raise UserError(f"--hq-metrics-file {path}: not a file that can be written")
-    recorder = Recorder(target)
-    Patch(
+    patch(Recorder(target)).apply()
+
+
+def patch(recorder: Recorder) -> Patch:
+    """Megatron's logging functions, watched by a recorder."""
+    return Patch(
         name="metrics",
         changes=(
             Change(f"{_MODULE}:training_log", recorder.around_training_log),
@@ -31,7 +35,7 @@ def install(path: str) -> None:
         versions=versions.SUPPORTED,
         why="Megatron hands its numbers only to its log, rounded, and to TensorBoard",
         remove_when="Megatron has a hook for a run's numbers",
-    ).apply()
+    )
 
 
 class Recorder:

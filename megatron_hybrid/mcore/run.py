@@ -6,10 +6,11 @@ from collections import Counter
 
 import torch
 
+from ..explain import Table
 from ..gemm import GEMMS
 from ..model_shape import ModelShape
 from ..observe import run_record
-from ..plan import GemmPlan, PlanError
+from ..plan import GemmPlan, PlanError, describe_operands
 from ..recipe import Recipe
 from ..recipe_callable import load_recipe
 from . import checkpoint, host_optimizer, metrics, recipes, validation
@@ -129,11 +130,23 @@ def summary(recipe: Recipe, at_step: dict[int, dict[str, GemmPlan]], rows: int) 
     lines = [f"> recipe {recipe.name} ({recipe.fingerprint[:12]}){description}"]
     for step, plans in at_step.items():
         lines.append("> " + (f"from iteration {step} on: " if len(at_step) > 1 else "") + _counts(plans))
+        lines += [f">   {line}" for line in str(_table(plans)).splitlines()]
     for what, names in _at_any_step(at_step, lambda plans: high_precision_gathers(plans, rows)).items():
         lines.append(f"> note: {what}, of {len(names)} linears")
     for what, names in _at_any_step(at_step, cut_shards).items():
         lines.append(f"> note: blocks of {what} end at shard bounds, of {len(names)} linears")
     return lines
+
+
+def _table(plans: dict[str, GemmPlan]) -> Table:
+    """A row for each kind of gemm that the linears run, and how many run it."""
+    rows: Counter[tuple[str, ...]] = Counter()
+    for gemm in GEMMS:
+        for plan in plans.values():
+            step = getattr(plan, gemm)
+            rows[gemm, *describe_operands(step.pair), step.backend.name, _runs(plan, gemm)] += 1
+    header = ("gemm", "operand A", "operand B", "backend", "runs", "linears")
+    return Table(header, tuple((*row, str(count)) for row, count in rows.items()))
 
 
 def _at_any_step(at_step, find) -> dict[str, set[str]]:

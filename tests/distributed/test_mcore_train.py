@@ -67,7 +67,7 @@ CASES = [
     ours("switched", "--hq-recipe", "{folder}/mine.yaml", "--hq-switch-recipe", "--load", "{folder}/ckpt",
          "--ckpt-step", "2"),
     ours("other", "--hq-recipe", "mxfp8", "--load", "{folder}/ckpt", "--ckpt-step", "2"),
-    ours("default"),
+    ours("default", "--hq-full-log"),
     on_files("files", "--hq-recipe", MIXED, "--reset-attention-mask", "--reset-position-ids", "--eod-mask-loss"),
     ours("no_attention", "--hq-demo-disable-attention"),
     ours("pipeline", "--hq-recipe", "{folder}/mine.yaml", parallel=["--pipeline-model-parallel-size", "2"]),
@@ -194,6 +194,17 @@ def test_start_says_what_is_quantized(runs):
     assert f"> recipe {MIXED} (" in out[0] and "> 8 of 9 linears quantized on cpu; fprop 8 emulated" in out[0]
     assert "> recipe" not in out[1]
     assert "> recipe bf16" in runs[1]["default"].output[0] and "> 0 of 9 linears" in runs[1]["default"].output[0]
+
+
+def test_the_first_screen_shows_recipe_and_progress(runs):
+    """Megatron's lists of arguments, parameters and dataset files need --hq-full-log; warnings do not."""
+    short, full = (runs[1][name].output[0].splitlines() for name in ("files", "default"))
+    begin = next(i for i, line in enumerate(short) if " iteration        1/" in line or "(after 1 iterations)" in line)
+    assert begin < 60 and sum("WARNING:" in line for line in short[:begin]) >= 1
+    assert any(line.split() == [*">   wgrad  grad_output.columnwise nvfp4  input.columnwise nvfp4  emulated  emulated  8".split()]
+               for line in short)  # fmt: skip
+    for text in ("end of arguments", "Params for bucket 1", "megatron.core.datasets"):
+        assert not any(text in line for line in short) and any(text in line for line in full), text
 
 
 def test_unmodified_scripts(runs):

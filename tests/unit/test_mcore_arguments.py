@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,16 @@ def test_help_is_fast_and_complete():
     assert "high_precision,dequantized" in done.stdout
     imported = run("-X", "importtime", "scripts/pretrain_gpt.py", "--help").stderr
     assert "torch" not in imported and "megatron.core" not in imported
+
+
+def test_an_assertion_of_megatron_without_words_is_told_by_its_line():
+    from megatron_hybrid.mcore.errors import _words
+
+    save_interval = None
+    with pytest.raises(AssertionError) as found:
+        assert save_interval is not None
+    found.value.args = ()
+    assert re.fullmatch(r"`assert save_interval is not None` does not hold \(test_mcore_arguments.py:\d+\)", _words(found.value))
 
 
 def test_help_says_the_default():
