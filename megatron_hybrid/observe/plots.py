@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -14,9 +15,13 @@ from .training_log import TrainingLog
 _LINEARS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 _LOW_DB, _HIGH_DB = 5.0, 40.0  # from useless to FP8's best
 
-# Two hues that stay apart in grey and for the colour-blind; more runs go on to matplotlib's own.
-_COLOURS = ("#1f6fb4", "#d1661c", "#2e8b57", "#7a4fa3")
-_MARKERS = ("o", "x", "^", "s")
+# The first two stay apart in grey and for the colour-blind.
+_COLOURS = (
+    "#1f6fb4", "#d1661c", "#2e8b57", "#7a4fa3", "#b3202c", "#17a2b0", "#8a6d3b", "#d05ba0", "#6b8e23", "#4d4d4d",
+)  # fmt: skip
+_MARKERS = ("o", "x", "^", "s", "+", "v", "D")
+_FONT = 8.0  # of labels beside the axes, in points
+_LABEL = 1.9 * _FONT / 72  # height of one, in inches
 
 
 def plot_losses(
@@ -24,19 +29,24 @@ def plot_losses(
 ) -> None:
     """Training (thin) and validation (dots) loss of each run, and a dashed line for each of ``levels``.
 
-    The axis leaves out the first descent: it is cut just above the highest level, or above the loss after a
-    tenth of the run. Written under a temporary name and renamed.
+    Every run is named beside the end of its curve, in its colour, with its last loss. The axis leaves out the first
+    descent: it is cut just above the highest level, or above the loss after a tenth of the run. Written under a temporary
+    name and renamed.
     """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8.0, 4.8), dpi=140, layout="constrained")
+    height = max(4.8, 1.2 + _LABEL * len(runs))
+    figure, axes = plt.subplots(figsize=(8.0, height), dpi=140, layout="constrained")
     try:
+        ends = []
         for index, (name, log) in enumerate(runs.items()):  # a thin line over a thick one: curves that agree both show
-            style = (_COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)], (2.6, 1.4)[index % 2])
-            _draw_run(axes, name, log, *style)
+            colour = _COLOURS[index % len(_COLOURS)]
+            _draw_run(axes, log, colour, _MARKERS[index % len(_MARKERS)], (2.6, 1.4)[index % 2], len(runs))
+            if (end := _end(log)) is not None:
+                ends.append((f"{name}  {end[1]:.3f}", end, colour))
         for name, value in (levels or {}).items():
             axes.axhline(value, color="0.35", linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
             axes.annotate(
@@ -50,28 +60,63 @@ def plot_losses(
                 color="0.25",
                 fontsize=9,
             )
-        axes.set_xlabel("iteration")
+        axes.set_xlabel("iteration (thin: training; marked: validation)")
         axes.set_ylabel("loss (nats/token)")
         axes.set_title(title, fontsize=11)
         axes.set_ylim(*_limits(runs, levels or {}))
-        axes.set_xlim(left=0)
+        axes.set_xlim(0, 1.01 * max([1, *(x for _, (x, _), _ in ends)]))
         axes.grid(color="0.92")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(fontsize=9, loc="upper center", facecolor="white", edgecolor="none", framealpha=1.0)
+        _label_ends(axes, ends)
         _save(figure, Path(path))
     finally:
         plt.close(figure)
 
 
-def _draw_run(axes, name: str, log: TrainingLog, colour: str, marker: str, width: float) -> None:
+def _draw_run(axes, log: TrainingLog, colour: str, marker: str, width: float, num_runs: int) -> None:
     train = [(point.iteration, point.loss) for point in log.train if point.loss is not None]
     if train:
-        axes.plot(*zip(*train), color=colour, linewidth=0.9, alpha=0.55, label=f"{name}, training")
+        axes.plot(*zip(*train), color=colour, linewidth=0.9, alpha=0.55 if num_runs <= 3 else 0.2)
     if log.valid:
         points = [(point.iteration, point.loss) for point in log.valid]
         style = {"linewidth": width, "marker": marker, "markersize": 3.0 + 1.5 * width}
-        axes.plot(*zip(*points), color=colour, label=f"{name}, validation", **style)
+        axes.plot(*zip(*points), color=colour, **style)
+
+
+def _end(log: TrainingLog) -> tuple[int, float] | None:
+    """The last point of a curve: of validation, else of training."""
+    points = log.valid or [point for point in log.train if point.loss is not None]
+    return (points[-1].iteration, points[-1].loss) if points else None
+
+
+def _label_ends(axes, ends: list[tuple[str, tuple[int, float], str]]) -> None:
+    """A label right of the axes for each (text, point, colour), as high as its point where there is room for it."""
+    low, high = axes.get_ylim()
+    step = _LABEL / (axes.figure.get_figheight() - 1)
+    ends = sorted(ends, key=lambda end: end[1][1])
+    wanted = [(y - low) / (high - low) for _, (_, y), _ in ends]
+    for (text, point, colour), height in zip(ends, spread(wanted, step)):
+        axes.annotate(
+            text, point, xytext=(1.04, height), textcoords="axes fraction", color=colour, fontsize=_FONT, va="center",
+            annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.7, "shrinkA": 3, "shrinkB": 3,
+                        "relpos": (0, 0.5), "patchA": None},
+        )  # fmt: skip
+
+
+def spread(wanted: list[float], step: float) -> list[float]:
+    """Heights in [0, 1] as close as can be to those wanted, which ascend, and at least a step apart where that fits."""
+    step = min(step, 1 / max(1, len(wanted) - 1))
+    runs: list[list[float]] = []  # of neighbours that touch: their wanted heights, each less the steps below it
+    for i, height in enumerate(wanted):
+        runs.append([height - i * step])
+        while len(runs) > 1 and fmean(runs[-2]) > fmean(runs[-1]):
+            last = runs.pop()
+            runs[-1] += last
+    lowest = [fmean(run) for run in runs for _ in run]
+    top = 1 - (len(wanted) - 1) * step
+    return [min(max(height, 0.0), top) + i * step for i, height in enumerate(lowest)]
 
 
 def _limits(runs: Mapping[str, TrainingLog], levels: Mapping[str, float]) -> tuple[float, float]:

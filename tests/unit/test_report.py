@@ -9,7 +9,7 @@ import pytest
 
 from megatron_hybrid.cli import main
 from megatron_hybrid.observe import run_record
-from megatron_hybrid.observe.plots import snr_grid
+from megatron_hybrid.observe.plots import snr_grid, spread
 from megatron_hybrid.observe.runs import Cell, load_run, outliers, read_cells, read_timers
 from megatron_hybrid.recipe import Recipe
 
@@ -193,3 +193,16 @@ def test_a_file_that_is_no_run_is_refused(tmp_path, capsys):
     assert main(["report", str(text), "--out", str(tmp_path / "page")]) != 0
     assert f"{text}: no iteration, evaluation or cast of a training run in it" in capsys.readouterr().err
     assert not (tmp_path / "page").exists()
+
+
+@pytest.mark.parametrize("wanted", [[0.2] * 10, [0.0, 0.01, 0.5, 0.99, 1.0], [0.1 * i for i in range(11)], [0.3], []])
+def test_labels_beside_curves_do_not_overlap(wanted):
+    found = spread(wanted, 0.05)
+    assert all(0 <= height <= 1 + 1e-9 for height in found) and len(found) == len(wanted)
+    assert all(b - a >= 0.05 - 1e-9 for a, b in zip(found, found[1:]))
+    if all(b - a >= 0.05 for a, b in zip(wanted, wanted[1:])):
+        assert found == pytest.approx(wanted)  # none moves that need not
+
+
+def test_more_labels_than_fit_share_the_height():
+    assert spread([0.5] * 5, 0.9) == pytest.approx([0, 0.25, 0.5, 0.75, 1])
