@@ -7,6 +7,8 @@ Megatron-Core calls `attach`, and the four methods itself.
 from __future__ import annotations
 
 import functools
+import importlib.util
+from pathlib import Path
 
 import torch
 
@@ -188,21 +190,51 @@ def _say_whole_line(line: str) -> None:
 
 
 def _record_statistics(controller: Controller, args) -> None:
-    """``--hq-stats-interval`` on the last data-parallel rank of every stage and shard: all modules, and Megatron's writer.
-
-    TensorBoard gets the modules of the last rank, which alone has a writer.
-    """
-    if not getattr(args, "hq_stats_interval", 0) or controller.keys.replica != controller.keys.num_replicas - 1:
-        return
-    from megatron.training import get_tensorboard_writer
-
+    """``--hq-stats-interval`` on the last data-parallel rank of every stage and shard, and for experts on the last of
+    theirs: every module on one rank at least."""
     from .validation import statistics_path
 
-    is_last = args.rank == args.world_size - 1
+    if not getattr(args, "hq_stats_interval", 0):
+        return
+    is_last_replica = controller.keys.replica == controller.keys.num_replicas - 1
+    if not is_last_replica and not _has_experts_alone(args):
+        return
     controller.record_statistics(
         args.hq_stats_interval,
         statistics_path(args),
-        writer=get_tensorboard_writer() if is_last else None,
+        writer=_tensorboard(args),
         rank=args.rank if args.world_size > 1 else None,
-        say=_say_whole_line if is_last else None,
+        say=_say_whole_line if args.rank == args.world_size - 1 else None,
+        only=None if is_last_replica else _is_expert,
     )
+
+
+def _has_experts_alone(args) -> bool:
+    """Whether this is the last of the ranks that hold the same experts."""
+    from megatron.core import parallel_state
+
+    if args.num_experts is None:
+        return False
+    group = parallel_state.get_expert_data_parallel_group()
+    return group.rank() == group.size() - 1
+
+
+def _is_expert(runtime: LinearRuntime) -> bool:
+    return runtime.role.expert is not None
+
+
+def _tensorboard(args):
+    """Megatron's writer on the last rank, which alone has one; elsewhere, on the last tensor-parallel rank, one in a folder
+    inside ``--tensorboard-dir``, which TensorBoard shows beside it. None where there is no TensorBoard."""
+    from megatron.core import parallel_state
+    from megatron.training import get_tensorboard_writer
+
+    if (writer := get_tensorboard_writer()) is not None or not args.tensorboard_dir:
+        return writer
+    if importlib.util.find_spec("tensorboard") is None:
+        return None  # Megatron has warned
+    if parallel_state.get_tensor_model_parallel_rank() != parallel_state.get_tensor_model_parallel_world_size() - 1:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(log_dir=str(Path(args.tensorboard_dir) / f"hq_rank{args.rank}"))

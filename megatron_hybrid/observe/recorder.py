@@ -25,7 +25,7 @@ from ..quantizer import as_matrix
 from ..storage import QuantizedStorage
 from .statistics import FIELDS, LOWEST_EXPONENT, Measured, measure
 
-_SCALARS = ("snr_db", "cosine", "amax", "underflow", "saturation", "zeros")
+_SCALARS = ("snr_db", "cosine", "amax", "scale_min", "scale_max", "underflow", "saturation", "zeros")
 
 
 class StatisticsError(ValueError):
@@ -105,14 +105,15 @@ class Recorder:
     """Every Nth step's statistics of a model's `LinearRuntime`s; the `Controller` calls `begin_step` and `end_step`.
 
     every: in steps. path: JSON lines, appended; rank: added to the file's name where it is not None, so that ranks do
-    not share a file. writer: TensorBoard's `SummaryWriter`, or anything with `add_scalar(tag, value, step)`. say: gets
-    the line about the cost, once a recorded step; None says nothing. Raises `StatisticsError`.
+    not share a file. writer: TensorBoard's `SummaryWriter`, or anything with its `add_scalar`, `add_histogram_raw` and
+    `flush`. say: gets the line about the cost, once a recorded step; None says nothing. only: whether a runtime is
+    measured; all are without it. Raises `StatisticsError`.
     """
 
-    def __init__(self, every: int, path, *, writer=None, rank: int | None = None, say=print):
+    def __init__(self, every: int, path, *, writer=None, rank: int | None = None, say=print, only=None):
         if every < 1:
             raise StatisticsError(f"statistics every {every} steps: give a number of at least 1")
-        self.every, self.writer, self.rank, self.say = every, writer, rank, say
+        self.every, self.writer, self.rank, self.say, self.only = every, writer, rank, say, only
         self.path = ranked_path(Path(path), rank)
         if self.path.is_dir():
             raise StatisticsError(f"statistics cannot be written to {self.path}: it is a folder")
@@ -132,7 +133,7 @@ class Recorder:
         if step % self.every:
             return
         self._clock = Clock()
-        for runtime in runtimes:
+        for runtime in filter(self.only, runtimes) if self.only is not None else runtimes:
             runtime.observer = Observer(self._clock)
             self._observers.append((runtime, runtime.observer))
 
@@ -166,10 +167,15 @@ class Recorder:
 
     def _write_scalars(self, step: int, records: list[dict]) -> None:
         for record in records:
+            place = f"{record['module']}/{record['operand']}.{record['direction']}"
             for name in _SCALARS:
                 if record[name] is not None:
-                    tag = f"hq-{name}/{record['module']}/{record['operand']}.{record['direction']}"
-                    self.writer.add_scalar(tag, record[name], step)
+                    self.writer.add_scalar(f"hq-{name}/{place}", record[name], step)
+            if record["block_exponents"]:
+                self.writer.add_histogram_raw(
+                    f"hq-block_exponents/{place}", **histogram(record["block_exponents"]), global_step=step
+                )
+        self.writer.flush()
 
     def _tell(self, step: int, count: int, seconds: float) -> None:
         now = time.perf_counter()
@@ -178,6 +184,17 @@ class Recorder:
         if self.say is not None:
             share = f"{share:.1%} of the time since the last"
             self.say(f"> statistics of {count} casts at step {step}: {seconds:.2f} s, {share}")
+
+
+def histogram(counts: dict[str, int]) -> dict:
+    """What TensorBoard's `add_histogram_raw` takes, a bucket an exponent."""
+    found = sorted((int(exponent), count) for exponent, count in counts.items())
+    low, high, by_exponent = found[0][0], found[-1][0], dict(found)
+    return {
+        "min": low, "max": high, "num": sum(by_exponent.values()), "sum": sum(e * n for e, n in found),
+        "sum_squares": sum(e * e * n for e, n in found), "bucket_limits": [e + 0.5 for e in range(low, high + 1)],
+        "bucket_counts": [by_exponent.get(e, 0) for e in range(low, high + 1)],
+    }  # fmt: skip
 
 
 def ranked_path(path: Path, rank: int | None) -> Path:

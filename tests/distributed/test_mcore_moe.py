@@ -51,6 +51,7 @@ CASES = [
     run("long_resumed", "--train-iters", str(LONG), "--load", "{folder}/long", "--ckpt-step", str(LONG // 2), ranks=1),
     run("ep2", *EP2, "--save", "{folder}/ep2", *SAVED, FULLY),
     run("ep2_resumed", *EP2, *from_ep2()),
+    run("ep2_statistics", *EP2, *from_ep2(), "--hq-stats-interval", "1", "--hq-stats-file", "{folder}/ep2.jsonl"),
     run("ep2_gathered", *EP2, experts=GROUPED),
     run("ep2_sequential", *EP2, *from_ep2(), "--save", "{folder}/ep2_sequential", "--save-interval", "1",
         experts=SEQUENTIAL),
@@ -136,6 +137,16 @@ def test_other_layouts_go_on_from_the_checkpoint(runs, name):
     for iteration in found:
         assert found[iteration]["loss"] == pytest.approx(expected[iteration]["loss"], rel=5e-3)
     assert found[3]["grad_norm"] == pytest.approx(expected[3]["grad_norm"], rel=5e-2)
+
+
+def test_statistics_hold_every_expert_of_every_rank(runs):
+    """The ranks that hold other experts measure those, and nothing else twice; no number of the run changes."""
+    same(numbers(runs, "ep2_statistics"), numbers(runs, "ep2_resumed"))
+    records = [[json.loads(line) for line in (runs[0] / f"ep2.rank{rank}.jsonl").read_text().splitlines()] for rank in (0, 1)]
+    modules = [{r["module"] for r in found} for found in records]
+    assert all(".experts." in name for name in modules[0]) and not modules[0] & modules[1]
+    assert len(modules[0]) == 2 * 2 * 2  # layers, experts of a rank, linears
+    assert len(modules[1]) == len(modules[0]) + 2 * 2  # and both layers' attention
 
 
 @pytest.mark.parametrize("name", ["shared", "delayed", "dropped", "padded", "top1"])

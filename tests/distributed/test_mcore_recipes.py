@@ -70,6 +70,8 @@ CASES = [
     run("data_parallel", *FROM_ONE, model=DEEP),
     run("pipeline", *FROM_ONE, *PIPELINE, "--save", "{folder}/pipeline", "--save-interval", "3", model=DEEP),
     run("pipeline_recomputed", *FROM_ONE, *PIPELINE, *RECOMPUTE, model=DEEP),
+    run("pipeline_statistics", *FROM_ONE, *PIPELINE, "--hq-stats-interval", "1", "--hq-stats-file",
+        "{folder}/pipeline.jsonl", "--tensorboard-dir", "{folder}/tb", model=DEEP),
     run("pipeline_resumed", *PIPELINE, "--load", "{folder}/pipeline", "--ckpt-step", "3", model=DEEP),
 ]  # fmt: skip
 
@@ -113,6 +115,18 @@ def test_statistics_of_every_module_on_every_rank_change_no_bit(runs):
         assert {r["layer"] for r in records} == {1, 2, 3}
         assert all((25 if r["format"] == "mxfp8_e4m3" else 12) < r["snr_db"] < 50 for r in records)
     assert f"> statistics of 72 casts at step {ITERATIONS}:" in "".join(runs[1]["statistics"].output)
+
+
+def test_every_stage_writes_to_tensorboard(runs):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    same(numbers(runs, "pipeline_statistics"), numbers(runs, "pipeline"))
+    layers = []
+    for folder in ("tb/hq_rank0", "tb"):
+        tags = accumulator.EventAccumulator(str(runs[0] / folder)).Reload().Tags()
+        shown = {tag.split("/")[1] for tag in tags["scalars"] if tag.startswith("hq-snr_db/")}
+        assert shown and {tag.split("/")[1] for tag in tags["histograms"]} == shown
+        layers.append({int(name.split(".")[2]) for name in shown})
+    assert layers[0] and layers[1] and not layers[0] & layers[1]
 
 
 def test_recipes_differ(runs):

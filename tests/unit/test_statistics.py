@@ -107,10 +107,16 @@ def test_what_is_not_a_number_is_none():
 
 class Writer:
     def __init__(self):
-        self.scalars = {}
+        self.scalars, self.histograms, self.flushed = {}, {}, 0
 
     def add_scalar(self, tag, value, step):
         self.scalars[tag, step] = value
+
+    def add_histogram_raw(self, tag, *, global_step, **values):
+        self.histograms[tag, global_step] = values
+
+    def flush(self):
+        self.flushed += 1
 
 
 def train(path=None, every=2, steps=5, recipe="mxfp8_fprop_nvfp4_bwd", **options):
@@ -140,8 +146,26 @@ def test_recorded_steps_have_every_cast_once_and_change_no_bit(tmp_path):
     for r in records:
         assert (15 if r["format"] == "nvfp4" else 25) < r["snr_db"] < 45 and 0.98 < r["cosine"] <= 1
         assert sum(r["block_exponents"].values()) > 0 and r["source"] == "original"
-    assert ("hq-snr_db/0/input.rowwise", 4) in writer.scalars and len(writer.scalars) == 24 * 6
+    assert ("hq-snr_db/0/input.rowwise", 4) in writer.scalars and len(writer.scalars) == 24 * 8
+    assert len(writer.histograms) == 24 and writer.flushed == 2
     assert len(said) == 2 and said[1].startswith("> statistics of 12 casts at step 4: ")
+
+
+def test_tensorboard_has_every_number_and_the_histogram(tmp_path):
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from torch.utils.tensorboard import SummaryWriter
+
+    train(tmp_path / "stats.jsonl", writer=SummaryWriter(str(tmp_path / "tb")), say=None)
+    events = accumulator.EventAccumulator(str(tmp_path / "tb"), {"scalars": 0, "histograms": 0}).Reload()
+    for record in read(tmp_path / "stats.jsonl"):
+        place = f"{record['module']}/{record['operand']}.{record['direction']}"
+        for name in ("snr_db", "cosine", "amax", "scale_min", "scale_max", "underflow", "saturation", "zeros"):
+            found = {e.step: e.value for e in events.Scalars(f"hq-{name}/{place}")}
+            assert found[record["step"]] == pytest.approx(record[name], rel=1e-6)
+        shown = {e.step: e.histogram_value for e in events.Histograms(f"hq-block_exponents/{place}")}[record["step"]]
+        counts = {int(exponent): n for exponent, n in record["block_exponents"].items()}
+        assert {limit - 0.5: n for limit, n in zip(shown.bucket_limit, shown.bucket) if n} == counts
+        assert shown.num == sum(counts.values())
 
 
 def test_nothing_runs_in_steps_that_are_not_recorded(tmp_path, monkeypatch):
