@@ -157,7 +157,8 @@ class Controller:
         names = dict.fromkeys(runtime.recipe.name for runtime in self.runtimes)
         for runtime in self.runtimes:
             runtime.replan(recipe)
-        self.say(f"recipe {', '.join(names)} becomes {recipe.name} from step {self.keys.step} on; {self._runs()}")
+        said = f"recipe {', '.join(names)} becomes {recipe.name} from the next forward on (step {self.keys.step} has begun)"
+        self.say(f"{said}; {self._runs()}")
 
     def _runs(self) -> str:
         """How many gemms run as what now."""

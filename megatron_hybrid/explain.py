@@ -114,8 +114,8 @@ def _byte_totals(plans, shapes) -> tuple[str, ...]:
         f"inputs and gradients gathered, a microbatch: {format_bytes(gathered)}; bf16: {format_bytes(hp_gathered)} "
         f"({_percent(gathered, hp_gathered)})",
     ]
-    missing = len(plans) - len(known)
-    return (*lines, *([f"{missing} linears of unknown size are left out of the sums"] if missing else []))
+    missing = [name for name, _ in plans if shapes.get(name) is None]
+    return (*lines, *([f"left out of the sums, of unknown size: {', '.join(missing)}"] if missing else []))
 
 
 def format_bytes(count: int) -> str:

@@ -8,6 +8,7 @@ import importlib.util
 import platform
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -149,13 +150,25 @@ def _megatron() -> Iterator[Finding]:
     except ValueError as error:
         yield Finding(section, FAIL, "megatron-core", str(error))
         return
-    from .. import patches
-
     states = {"applied": OK, "not applied": OK, "not needed": OK, "unavailable": FAIL, "overwritten": FAIL}
     words = {"not applied": "fits this version", "unavailable": "does not fit", "not needed": "not needed here"}
-    for status in patches.statuses():
+    for status in _patches():
         detail = words.get(status.state, status.state) + (f": {status.detail}" if status.detail else "")
         yield Finding(section, states[status.state], f"patch {status.name}", detail)
+
+
+def _patches() -> Iterator:
+    """The state of every patch: those of Megatron's faults, our flags and numbers, and where there is no GPU its stand-in."""
+    from .. import launch, patches
+    from ..mcore import metrics
+    from ..patches import cpu_device
+
+    yield from patches.statuses()
+    with patches.quiet_missing_te_warnings():
+        yield launch.arguments_patch().status()
+        yield metrics.patch(metrics.Recorder(Path())).status()
+        if not torch.cuda.is_available():
+            yield cpu_device.patch().status()
 
 
 def _apex() -> Iterator[Finding]:

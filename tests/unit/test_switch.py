@@ -85,7 +85,7 @@ def test_changes_of_plans_are_said(caplog):
     ctl.switch("bf16")
     assert caplog.messages == [
         "step 2: rules on steps change 2 of 4 linears; gemms: 10 emulated, 2 high precision",
-        "recipe a becomes bf16 from step 3 on; gemms: 12 high precision",
+        "recipe a becomes bf16 from the next forward on (step 3 has begun); gemms: 12 high precision",
     ]
 
 
