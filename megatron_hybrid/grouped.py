@@ -16,6 +16,7 @@ from .grouped_at_once import GroupedCall, GroupedPlan, build, grouped_at_once, w
 from .groups import Groups
 from .linear import (
     LOCAL,
+    Communication,
     LinearCall,
     WeightCache,
     add_bias,
@@ -24,8 +25,10 @@ from .linear import (
     hybrid_linear,
     placeholder_gradient,
     save_for_backward,
+    start_amaxes,
     wgrad,
 )
+from .formats import COLUMNWISE
 from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
 from .roles import ModuleRole
 from .runtime import LinearRuntime
@@ -35,6 +38,9 @@ from .tensor import HybridTensor
 
 class ExpertRuntimes(torch.nn.ModuleList):
     """The runtimes of a grouped linear's experts, and a call of all of them.
+
+    Ranks that split experts' operands (`LinearRuntime.ranks`, the same of every expert) have the same rows, and all
+    take part in every reduction, tokens or not.
 
     role: of the first local expert; the others count on from it. num_experts: local ones. weight_rows: rows of the
     whole weight of an expert (more than this rank's where experts are tensor parallel). Raises `PlanError` naming the
@@ -49,6 +55,11 @@ class ExpertRuntimes(torch.nn.ModuleList):
         self.weight_rows = weight_rows
         self.one_by_one = False  # True: the loop over experts, always (tests)
         self._how: tuple | None = None  # (what it was found for, `how`)
+
+    @property
+    def comm(self) -> Communication:
+        """Between the ranks that split the experts' operands."""
+        return self[0].ranks or LOCAL
 
     @property
     def changes(self) -> int:
@@ -94,7 +105,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
         if plain and not watched and x.dtype == weight.dtype and x.shape[0] and not _traced_or_autocast(x):
             how = self.how(weight)
             if isinstance(how, GroupedPlan):
-                call = self[0].call(weight.device, LOCAL, training=training)
+                call = self[0].call(weight.device, self.comm, training=training)
                 return grouped_at_once(x, weight, bias, GroupedCall(how, call, groups))
         return self._one_by_one(x, weight, bias, groups.host, training)
 
@@ -104,7 +115,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
         splits = Groups(m_splits, len(self), x.shape[0], x.device).host
         outputs, start = [], 0
         for e, (runtime, weight, x_e) in enumerate(zip(self, weights, x.split(splits))):
-            call = at_rows(runtime.call(weight.device, LOCAL, training=training), start, 0)
+            call = at_rows(runtime.call(weight.device, self.comm, training=training), start, 0)
             outputs.append(hybrid_linear(x_e, weight, None if bias is None else bias[e], call))
             start += splits[e]
         return torch.cat(outputs)
@@ -112,7 +123,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
     def _one_by_one(self, x, weight, bias, splits: list[int], training: bool) -> torch.Tensor:
         calls, start = [], 0
         for runtime, rows in zip(self, splits):
-            call = runtime.call(weight.device, LOCAL, training=training)
+            call = runtime.call(weight.device, self.comm, training=training)
             calls.append(at_rows(call, start, runtime.role.expert * self.weight_rows))
             start += rows
         if not torch.is_grad_enabled():
@@ -149,9 +160,11 @@ class GroupedLinearFunction(torch.autograd.Function):
         main_grad = getattr(weight, "main_grad", None)
         traced = main_grad is not None and torch.compiler.is_compiling()  # then all experts are added at once
         dx, dws, db = [], [], []
-        for e, (call, dy_e) in enumerate(zip(ctx.calls, dy.split(ctx.splits))):
+        groups = dy.split(ctx.splits)
+        amaxes = _start_amaxes(ctx.calls, GRAD_OUTPUT, groups, [needs[:2]] * len(groups))
+        for e, (call, dy_e, amax) in enumerate(zip(ctx.calls, groups, amaxes)):
             x_kept, w_kept = kept[2 * e : 2 * e + 2]
-            dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy_e, rowwise=needs[0], columnwise=needs[1])
+            dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy_e, rowwise=needs[0], columnwise=needs[1], amax=amax)
             if needs[0]:
                 dx.append(dgrad(call, dy_row, w_kept, ctx.dtype))
             if needs[1] and main_grad is not None and not traced:
@@ -172,12 +185,21 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 def forward(x, weight, bias, calls, splits, *, keep_input: bool, keep_weight: bool):
     """`y` (T, N), and what is kept for backward: of x and of w, for every group."""
-    outputs, kept = [], []
-    for e, (call, x_e) in enumerate(zip(calls, x.split(splits))):
-        y_e, x_kept, w_kept = fprop(call, x_e, weight[e], keep_input=keep_input, keep_weight=keep_weight)
+    outputs, kept, groups = [], [], x.split(splits)
+    wanted = [(True, keep_input and call.plan.saved[INPUT] == COLUMNWISE) for call in calls]
+    amaxes = _start_amaxes(calls, INPUT, groups, wanted)
+    for e, (call, x_e, amax) in enumerate(zip(calls, groups, amaxes)):
+        y_e, x_kept, w_kept = fprop(call, x_e, weight[e], keep_input=keep_input, keep_weight=keep_weight, amax=amax)
         outputs.append(add_bias(y_e, None if bias is None else bias[e]))
         kept += [x_kept, w_kept]
     return torch.cat(outputs), kept
+
+
+def _start_amaxes(calls, operand: str, groups, wanted) -> list:
+    """`start_amaxes` of all experts; None an expert where no expert's are reduced over ranks."""
+    if not any(operand in call.plan.reduced for call in calls):
+        return [None] * len(calls)
+    return start_amaxes(calls, operand, groups, wanted)
 
 
 def at_rows(call: LinearCall, tokens: int, weight: int) -> LinearCall:
@@ -194,4 +216,8 @@ def at_rows(call: LinearCall, tokens: int, weight: int) -> LinearCall:
 def _shifted(rng: Rng, rows: int) -> Rng:
     values = rng.values.clone()
     values[3] += rows
-    return Rng.view(values)
+    moved = Rng.view(values)
+    if rng.parts is not None:
+        dim, keys = rng.parts
+        moved.parts = dim, tuple(_shifted(key, rows) for key in keys)
+    return moved

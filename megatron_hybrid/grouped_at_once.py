@@ -71,7 +71,8 @@ class GroupedCall:
         """The rowwise payload of x (T, K); a `HybridTensor` brings it."""
         if isinstance(x, HybridTensor):
             return held_payloads(self.call.plan, operand, x, True, False)[0]
-        return self.call.plan.quantize(operand, x, rowwise=True, **self.call.keys(operand))[0]
+        amax = self.call.start_amaxes(operand, x, True, False)()
+        return self.call.plan.quantize(operand, x, rowwise=True, amax=amax, **self.call.keys(operand))[0]
 
     def columns(self, operand: str, source: torch.Tensor | QuantizedStorage) -> GroupedColumns:
         """The columnwise payload of a tensor (T, K), or of what its rowwise payload decodes to."""
@@ -85,7 +86,8 @@ class GroupedCall:
     def both(self, operand: str, x: torch.Tensor) -> tuple[QuantizedStorage, GroupedColumns]:
         """`rows` and `columns` of x, from one read of it where its formats and the device have that."""
         quantizer, layout = self.call.plan.quantizers[operand], self.groups.layout(self.how.alignment)
-        if type(x) is torch.Tensor and not quantizer.derives_columnwise:
+        alone = operand not in self.call.plan.reduced  # else amaxes of other ranks come between
+        if alone and type(x) is torch.Tensor and not quantizer.derives_columnwise:
             found = rows_and_columns(x, *quantizer.formats(), layout)
             if found is not None:
                 return found[0], GroupedColumns(found[1], layout)
@@ -120,16 +122,19 @@ class GroupedCall:
             return StackedWeight(kept, COLUMNWISE, quantizer.columnwise, num)
         if saved == ROWWISE:
             kept = StackedWeight(kept, ROWWISE, quantizer.rowwise, num).dequantize()
-        return StackedWeight.make(kept, quantizer.columnwise, COLUMNWISE)
+        return self._stack(kept, COLUMNWISE)
+
+    def _stack(self, weight: torch.Tensor, direction: str) -> StackedWeight:
+        fmt = getattr(self.call.plan.quantizers[WEIGHT], direction)
+        return StackedWeight.make(weight, fmt, direction, reduce_amax=self.call.reduce_amax(WEIGHT, direction))
 
     def _cast_weight(self, weight, *, rowwise, columnwise):
-        quantizer, row, col = self.call.plan.quantizers[WEIGHT], None, None
-        derived = columnwise and quantizer.derives_columnwise
+        row = col = None
+        derived = columnwise and self.call.plan.quantizers[WEIGHT].derives_columnwise
         if rowwise or derived:
-            row = StackedWeight.make(weight, quantizer.rowwise, ROWWISE)
+            row = self._stack(weight, ROWWISE)
         if columnwise:
-            source = row.dequantize() if derived else weight
-            col = StackedWeight.make(source, quantizer.columnwise, COLUMNWISE)
+            col = self._stack(row.dequantize() if derived else weight, COLUMNWISE)
         return row if rowwise else None, col
 
 

@@ -10,6 +10,7 @@ move between ranks is the `Communication`'s; neither is decided here.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -114,8 +115,8 @@ class LinearCall:
         rng = self.whole_rng if whole else (self.rng or {}).get(operand)
         return dict(rng=rng, state=(self.state or {}).get(operand))
 
-    def quantize(self, operand, x, *, rowwise=False, columnwise=False):
-        """(rowwise, columnwise) payloads of an operand.
+    def quantize(self, operand, x, *, rowwise=False, columnwise=False, amax=None):
+        """(rowwise, columnwise) payloads of an operand. amax: see `cast`.
 
         A `HybridTensor` brings its own, which must be the plan's; a weight's may be in its cache, which compiled
         code does not use.
@@ -124,7 +125,7 @@ class LinearCall:
             return held_payloads(self.plan, operand, x, rowwise, columnwise)
 
         def cast(x, *, rowwise, columnwise):
-            return self.cast(operand, x, rowwise=rowwise, columnwise=columnwise)
+            return self.cast(operand, x, rowwise=rowwise, columnwise=columnwise, amax=amax)
 
         if operand == WEIGHT and self.weight_cache is not None and not torch.compiler.is_compiling():
             record = any(s is not None and s.history is not None for s in (self.state or {}).get(WEIGHT, ()))
@@ -152,25 +153,20 @@ class LinearCall:
 
         Returns a function that waits and gives the (rowwise, columnwise) pair; None for those the cast itself finds.
         """
+        return start_amaxes([self], operand, [x], [(rowwise, columnwise)])[0]
+
+    def own_amaxes(self, operand, x, rowwise: bool, columnwise: bool):
+        """This rank's (rowwise, columnwise) amaxes that cover other ranks' elements too; None for the others."""
         row, col = self.plan.reduced.get(operand, (False, False))
         rowwise, columnwise = rowwise and row, columnwise and col
         if not (rowwise or columnwise):
-            return lambda: (None, None)
-        pair = self.plan.quantizers[operand].outer_amaxes(as_matrix(x), rowwise, columnwise)
-        own = {id(a): a for a in pair if a is not None}  # one that both directions share goes once
-        if not own:
-            return lambda: pair
-        wait = self.comm.start_max(list(own.values()))
+            return None, None
+        return self.plan.quantizers[operand].outer_amaxes(as_matrix(x), rowwise, columnwise)
 
-        def finish():
-            found = dict(zip(own, wait()))
-            return tuple(found.get(id(a)) for a in pair)
-
-        return finish
-
-    def reduce_amax(self, operand):
-        """For a derived column's amax, which nobody knows before the row is cast."""
-        if not self.plan.reduced.get(operand, (False, False))[1]:
+    def reduce_amax(self, operand, direction=COLUMNWISE):
+        """For an amax that is known only when the cast runs, as a derived column's is: a function that gives its maximum
+        over the ranks, None where it covers this rank's elements alone."""
+        if not self.plan.reduced.get(operand, (False, False))[DIRECTIONS.index(direction)]:
             return None
         return lambda amax: self.comm.start_max([amax])()[0]
 
@@ -182,6 +178,20 @@ class LinearCall:
             return kept
         reduce = None if whole else self.reduce_amax(operand)
         return self.plan.derive(operand, kept, reduce_amax=reduce, **self.keys(operand, whole))
+
+
+def start_amaxes(calls: list[LinearCall], operand: str, tensors, wanted: list[tuple[bool, bool]]) -> list:
+    """`LinearCall.start_amaxes` of one operand of several linears that the same ranks share, in one collective.
+
+    wanted: (rowwise, columnwise) of each.
+    """
+    pairs = [call.own_amaxes(operand, x, *both) for call, x, both in zip(calls, tensors, wanted)]
+    own = {id(a): a for pair in pairs for a in pair if a is not None}  # one that both directions share goes once
+    if not own:
+        return [lambda: (None, None)] * len(pairs)
+    wait = calls[0].comm.start_max(list(own.values()))
+    found = functools.cache(lambda: dict(zip(own, wait())))
+    return [lambda pair=pair: tuple(found().get(id(a)) for a in pair) for pair in pairs]
 
 
 def held_payloads(plan: GemmPlan, operand: str, x: HybridTensor, rowwise: bool, columnwise: bool):
@@ -286,9 +296,12 @@ def bias_gradient(plan: GemmPlan, dy):
     return kernels.column_sums(dy) if sums_in_cast(plan) else dy.sum(dim=0)
 
 
-def fprop(call: LinearCall, x, weight, *, keep_input: bool, keep_weight: bool):
-    """`y = x @ w.T` (M, N), and what is kept of x and of w for backward (None where nothing is needed)."""
-    x_row, x_kept = _forward_operand(call, INPUT, x, keep_input)
+def fprop(call: LinearCall, x, weight, *, keep_input: bool, keep_weight: bool, amax=None):
+    """`y = x @ w.T` (M, N), and what is kept of x and of w for backward (None where nothing is needed).
+
+    amax: of x, see `LinearCall.cast`.
+    """
+    x_row, x_kept = _forward_operand(call, INPUT, x, keep_input, amax)
     w_row, w_kept = _forward_operand(call, WEIGHT, weight, keep_weight)
     return call.plan.run("fprop", x_row, w_row, x.dtype), x_kept, w_kept
 
@@ -317,14 +330,14 @@ def weight_gradient(call: LinearCall, dy_col, x_kept, weight):
     return placeholder_gradient(weight)
 
 
-def _forward_operand(call, operand, x, keep: bool):
+def _forward_operand(call, operand, x, keep: bool, amax=None):
     """(rowwise payload for fprop, what the plan keeps for backward) of an operand."""
     kept = call.plan.saved[operand] if keep else None
     if kept == ORIGINAL and isinstance(x, HybridTensor):
         kept = COLUMNWISE  # the original is not there any more, its columnwise payload is
     if kept == COLUMNWISE and isinstance(x, HybridTensor) and payload(x, COLUMNWISE) is None:
         kept = ROWWISE if call.plan.quantizers[operand].derives_columnwise else kept  # backward derives it
-    row, col = call.quantize(operand, x, rowwise=True, columnwise=kept == COLUMNWISE)
+    row, col = call.quantize(operand, x, rowwise=True, columnwise=kept == COLUMNWISE, amax=amax)
     return row, {None: None, ROWWISE: row, COLUMNWISE: col, ORIGINAL: x}[kept]
 
 

@@ -129,6 +129,7 @@ class ModelShape:
     pipeline_model_parallel_size: int = 1
     context_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
     sequence_parallel: bool = False
     first_last_layers_bf16: bool = False
     num_layers_at_start_in_bf16: int = 1
@@ -159,6 +160,7 @@ class ModelShape:
             given["num_query_groups"] = heads
         given.setdefault("num_query_groups", heads)
         given.setdefault("moe_ffn_hidden_size", given["ffn_hidden_size"])
+        given.setdefault("expert_tensor_parallel_size", given.get("tensor_model_parallel_size", 1))
         if "padded_vocab_size" not in given and args.get("vocab_size"):
             multiple = int(args.get("make_vocab_size_divisible_by") or 128) * given.get("tensor_model_parallel_size", 1)
             given["padded_vocab_size"] = -(-int(args["vocab_size"]) // multiple) * multiple
@@ -188,6 +190,10 @@ class ModelShape:
         rows = self.seq_length * self.micro_batch_size // self.context_parallel_size
         return rows // (self.tensor_model_parallel_size if self.sequence_parallel else 1)
 
+    def ranks(self, role) -> int:
+        """How many ranks split the linear of a `ModuleRole`."""
+        return self.tensor_model_parallel_size if role.expert is None else self.expert_tensor_parallel_size
+
     def linear(self, role) -> LinearShape | None:
         """Sizes of the linear of a `ModuleRole`, by the last part of its name; None where they are not known."""
         tp = self.tensor_model_parallel_size
@@ -215,10 +221,12 @@ class ModelShape:
     def _expert(self, leaf: str, rows: int) -> LinearShape | None:
         """One expert, whose tokens are counted as if all experts had as many."""
         ffn = self.moe_ffn_hidden_size or self.ffn_hidden_size
-        tokens = -(-rows * self.moe_router_topk // (self.num_experts or 1)) * self.expert_model_parallel_size
+        etp = self.expert_tensor_parallel_size
+        sent = rows * etp // self.tensor_model_parallel_size * self.moe_router_topk
+        tokens = -(-sent // (self.num_experts or 1)) * self.expert_model_parallel_size
         if leaf == "linear_fc1":
-            return LinearShape(tokens, ffn * (2 if self.swiglu else 1), self.hidden_size)
-        return LinearShape(tokens, self.hidden_size, ffn) if leaf == "linear_fc2" else None
+            return LinearShape(tokens, ffn * (2 if self.swiglu else 1) // etp, self.hidden_size)
+        return LinearShape(tokens, self.hidden_size, ffn // etp, gathered=GRAD_OUTPUT) if leaf == "linear_fc2" else None
 
 
 def _flag(name: str) -> str:

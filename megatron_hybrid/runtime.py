@@ -103,7 +103,7 @@ class LinearRuntime(torch.nn.Module):
         self.observer = None  # an `observe.recorder.Observer` in steps whose casts are measured
         self.nan_check = None  # an `observe.nan_check.NanCheck`
         self.profile = None  # an `observe.profile.StepProfile` in the step that is profiled on the CPU
-        self.ranks: Communication | None = None  # over which a weight that lives quantized has its amaxes reduced
+        self.ranks: Communication | None = None  # over which a quantized weight's and experts' amaxes are reduced
         self.index_maps: dict[str, tuple[int, int, int] | Pieces] = {}  # operand -> where a shard lies in the whole
         self._plans: dict[torch.device, GemmPlan] = {}
         self._forward_plan: GemmPlan | None = None  # of the last forward outside backward since the last step's end

@@ -77,13 +77,14 @@ class StackedWeight:
     num: int
 
     @classmethod
-    def make(cls, weight: torch.Tensor, fmt: Format, direction: str) -> StackedWeight:
+    def make(cls, weight: torch.Tensor, fmt: Format, direction: str, *, reduce_amax=None) -> StackedWeight:
+        """reduce_amax: see `storage.cast`; of all experts' amaxes at once."""
         num = weight.shape[0]
         if not fmt.is_quantized:
             return cls(weight, direction, fmt, num)
         stack = weight if direction == ROWWISE else weight.transpose(1, 2)
         stack = stack.reshape(-1, stack.shape[-1])  # a copy of the transposed weight: one cast reads two strides
-        return cls(cast(stack, fmt, ROWWISE, dtype=weight.dtype), direction, fmt, num)
+        return cls(cast(stack, fmt, ROWWISE, dtype=weight.dtype, reduce_amax=reduce_amax), direction, fmt, num)
 
     @property
     def shape(self) -> tuple[int, int]:

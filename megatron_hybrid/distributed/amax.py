@@ -32,18 +32,18 @@ def start_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup):
 
 
 class WeightAmaxes:
-    """Amaxes of the weights of one model chunk, reduced over its tensor-parallel group in one collective.
+    """Amaxes of several weights that the same ranks split, reduced over these ranks in one collective.
 
     They are found at the first request after an `invalidate`, for all weights at once, so every rank must ask at the
     same point, and all weights must be there: not with gathers of parameters that run layer by layer.
 
-    linears: modules with a `weight` and a `LinearRuntime` ``hq``.
+    weights: `LinearRuntime` -> a function that gives its weight (N, K) of now, or None.
     """
 
-    def __init__(self, group: dist.ProcessGroup, linears: list):
-        self.group, self.linears, self._found = group, linears, None
-        for linear in linears:
-            linear.hq.weight_cache = PooledWeightCache(self, linear.hq)
+    def __init__(self, group: dist.ProcessGroup, weights: dict):
+        self.group, self.weights, self._found = group, weights, None
+        for runtime in weights:
+            runtime.weight_cache = PooledWeightCache(self, runtime)
 
     def invalidate(self) -> None:
         self._found = None
@@ -57,13 +57,13 @@ class WeightAmaxes:
 
     def _reduce(self) -> dict:
         pairs = {}
-        for linear in self.linears:
-            weight = linear.weight
+        for runtime, get_weight in self.weights.items():
+            weight = get_weight()
             if weight is None or isinstance(weight, HybridTensor):
                 continue
-            plan = linear.hq.plan_for(weight.device)
+            plan = runtime.plan_for(weight.device)
             if wanted := plan.reduced.get("weight"):
-                pairs[linear.hq] = plan.quantizers["weight"].outer_amaxes(weight.detach(), *wanted)
+                pairs[runtime] = plan.quantizers["weight"].outer_amaxes(weight.detach(), *wanted)
         distinct = {id(a): a for pair in pairs.values() for a in pair if a is not None}
         if distinct:
             distinct = dict(zip(distinct, start_max(list(distinct.values()), self.group)()))

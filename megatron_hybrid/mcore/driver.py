@@ -18,6 +18,7 @@ from ..offload import offload_activations
 from ..patches.training_steps import DRIVER
 from ..runtime import LinearRuntime
 from . import fsdp, state
+from .experts import HybridGroupedParallelLinear
 from .layers import HybridParallelLinear
 from .param_sync import gathers
 
@@ -94,9 +95,8 @@ def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver |
     controller = Controller(
         runtimes, None, seed & 0xFFFFFFFF, 1, replica=data_parallel.rank(), num_replicas=data_parallel.size()
     )
-    if weights_at_once:
-        for chunk in chunks:
-            pool_weight_amaxes(chunk)
+    for chunk in chunks:
+        pool_weight_amaxes(chunk, weights_at_once)
     driver = Driver(
         controller, amax_group if amax_group.size() > 1 else None, [g for g in expert_groups if g.size() > 1]
     )
@@ -105,11 +105,23 @@ def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver |
     return driver
 
 
-def pool_weight_amaxes(chunk) -> None:
-    """Reduce the amaxes of a chunk's weight shards together, a step, instead of each before its cast."""
-    linears = [m for m in chunk.modules() if isinstance(m, HybridParallelLinear) and m.hq.sharding is not None]
-    if linears:
-        WeightAmaxes(linears[0].tp_group, linears)
+def pool_weight_amaxes(chunk, weights_at_once: bool) -> None:
+    """Reduce the amaxes of a chunk's weight shards together, a step, instead of each before its cast.
+
+    All those of a group of ranks, where they are there at once; those of a grouped linear's experts always.
+    """
+    together: dict = {}  # what is reduced together -> (group of ranks, its weights)
+    for module in chunk.modules():
+        if isinstance(module, HybridParallelLinear) and weights_at_once:
+            key, weights = module.tp_group, {module.hq: functools.partial(getattr, module, "weight")}
+        elif isinstance(module, HybridGroupedParallelLinear):
+            key, weights = module, {hq: functools.partial(module.weight_of, e) for e, hq in enumerate(module.hq)}
+        else:
+            continue
+        if all(hq.sharding is not None for hq in weights):
+            together.setdefault(key, (module.tp_group, {}))[1].update(weights)
+    for group, weights in together.values():
+        WeightAmaxes(group, weights)
 
 
 def _groups(chunk):

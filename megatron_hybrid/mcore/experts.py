@@ -17,9 +17,11 @@ from megatron.core.tensor_parallel.random import (
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 
-from ..distributed.tp import column_index_maps, row_index_maps
+from ..distributed.tp import TensorParallel, column_index_maps, column_sharding, row_index_maps, row_sharding
 from ..grouped import ExpertRuntimes
 from ..plan import PlanError
+from ..scaling import Pieces
+from ..sharding import Sharding
 from ..weights import lives_quantized
 from . import expert_checkpoint
 from .modules import expert_role
@@ -91,8 +93,8 @@ class HybridGroupedParallelLinear(WeightWindow, torch.nn.Module):
             whole = torch.empty(self.output_size, self.input_size)
             init_method(whole)
             if expert // self.num_gemms == get_pg_rank(ep):
-                part = whole.chunk(get_pg_size(tp), axis - 1)[get_pg_rank(tp)]
-                self.weight[expert % self.num_gemms].copy_(part)
+                runs = [run.chunk(get_pg_size(tp), axis - 1)[get_pg_rank(tp)] for run in whole.chunk(self.pieces, axis - 1)]
+                self.weight[expert % self.num_gemms].copy_(torch.cat(runs, axis - 1))
 
     @property
     def first_expert(self) -> int:
@@ -104,7 +106,9 @@ class HybridGroupedParallelLinear(WeightWindow, torch.nn.Module):
         recipe = carried(quant_config, self)
         path = quant_config.match_input.module_path
         role = expert_role(path, self.hq_layer, self.config.num_layers, self.first_expert)
-        self.hq = ExpertRuntimes(recipe, role, self.num_gemms, self.weight.device, weight_rows=self.output_size)
+        self.hq = ExpertRuntimes(
+            recipe, role, self.num_gemms, self.weight.device, weight_rows=self.output_size, sharding=self.sharding()
+        )
         for runtime in self.hq:
             if lives_quantized(runtime):
                 raise PlanError(
@@ -115,11 +119,33 @@ class HybridGroupedParallelLinear(WeightWindow, torch.nn.Module):
         maps = self.index_maps()
         for runtime in self.hq:
             runtime.index_maps = maps
+            runtime.ranks = None if runtime.sharding is None else TensorParallel(self.tp_group)
 
-    def index_maps(self) -> dict[str, tuple[int, int, int]]:
+    @property
+    def pieces(self) -> int:
+        """Runs of the whole that this rank's rows are made of: a gated linear holds one of the gate, one of the rest."""
+        return 2 if self.sharded_rows and self.config.gated_linear_unit else 1
+
+    def sharding(self) -> Sharding | None:
+        """How the expert-tensor-parallel ranks split an expert's operands; None where there is one rank.
+
+        The dispatcher gives all of them the same rows, and sums what they give back.
+        """
+        ranks = get_pg_size(self.tp_group)
+        if ranks == 1:
+            return None
+        if self.sharded_rows:
+            return column_sharding(ranks, self.output_size, sequence_parallel=False, pieces=self.pieces)
+        return row_sharding(ranks, self.input_size, sequence_parallel=False)
+
+    def index_maps(self) -> dict[str, tuple[int, int, int] | Pieces]:
         """Where this rank's shards of an expert lie in the whole tensors, as (row offset, column offset, global K)."""
         where = get_pg_rank(self.tp_group), get_pg_size(self.tp_group), self.input_size, self.output_size
-        return column_index_maps(*where) if self.sharded_rows else row_index_maps(*where)
+        return column_index_maps(*where, self.pieces) if self.sharded_rows else row_index_maps(*where)
+
+    def weight_of(self, local_expert: int) -> torch.Tensor:
+        """One expert's (N, K)."""
+        return self.weight[local_expert]
 
     def forward(self, x: torch.Tensor, m_splits):
         """x (T, K), m_splits: rows of each expert, a list or an int tensor -> (y (T, N), bias (E, N) or None)."""

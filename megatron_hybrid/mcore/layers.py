@@ -60,13 +60,19 @@ class HybridParallelLinear(WeightWindow, HoldsWeight):
             quant_config.match_input.module_path, self.hq_layer, self.config.num_layers, expert=self.hq_expert
         )
         device = compute_device() if self.weight is None else self.weight.device
-        sharding = self.sharding() if self.tp_group.size() > 1 and not self.explicit_expert_comm else None
+        sharding = self.sharding() if self.tp_group.size() > 1 else None
         self.hq = LinearRuntime(recipe, role, device, sharding=sharding)
         self.hq.weight_cache = WeightCache()
         self.hq.index_maps = self.index_maps() if self.hq_expert is None else self._index_maps_of_expert()
         if sharding is not None:
             self.hq.ranks = TensorParallel(self.tp_group)
         self.hold_weight(preserve=True)  # masters start from it
+
+    @property
+    def gathers_sequence(self) -> bool:
+        """Whether the sequence is split over the ranks around this linear; never around an expert, whose dispatcher
+        gives every rank the same tokens."""
+        return self.sequence_parallel and not self.explicit_expert_comm
 
     def sharding(self) -> Sharding:
         """How the tensor-parallel ranks split the operands."""
@@ -140,7 +146,7 @@ class HybridColumnParallelLinear(HybridParallelLinear, ColumnParallelLinear):
 
     def sharding(self) -> Sharding:
         return column_sharding(
-            self.tp_group.size(), self.output_size, sequence_parallel=self.sequence_parallel, pieces=self.pieces
+            self.tp_group.size(), self.output_size, sequence_parallel=self.gathers_sequence, pieces=self.pieces
         )
 
     def index_maps(self) -> dict[str, tuple[int, int, int] | Pieces]:
@@ -157,7 +163,7 @@ class HybridRowParallelLinear(HybridParallelLinear, RowParallelLinear):
     """`y = x @ w.T`, w split along its columns; see `HybridParallelLinear`."""
 
     def sharding(self) -> Sharding:
-        return row_sharding(self.tp_group.size(), self.input_size, sequence_parallel=self.sequence_parallel)
+        return row_sharding(self.tp_group.size(), self.input_size, sequence_parallel=self.gathers_sequence)
 
     def index_maps(self) -> dict[str, tuple[int, int, int]]:
         return row_index_maps(self.tp_group.rank(), self.tp_group.size(), self.input_size, self.output_size)
@@ -168,7 +174,7 @@ class HybridRowParallelLinear(HybridParallelLinear, RowParallelLinear):
     def forward(self, input_: torch.Tensor):
         """(y, bias not yet added or None). Under sequence parallelism the output is scattered, and its gradient
         gathered, inside our Function: Megatron's own gather is in high precision."""
-        if self.hq.sharding is None or not self.sequence_parallel:
+        if self.hq.sharding is None or not self.gathers_sequence:
             return super().forward(input_)
         y = self._hybrid_linear(input_, self.weight, None, RowSequenceParallel(self.tp_group))
         if self.skip_bias_add:

@@ -59,16 +59,16 @@ def _label(roles: list[ModuleRole]) -> str:
 
 
 def sharding(role: ModuleRole, shape: ModelShape | None) -> Sharding | None:
-    """How tensor-parallel ranks split a linear's operands; None for one rank, for experts and for unknown sizes."""
-    size = None if shape is None or role.expert is not None else shape.linear(role)
-    ranks = 1 if size is None else shape.tensor_model_parallel_size
+    """How the ranks of a tensor-parallel group split a linear's operands; None for one rank and for unknown sizes."""
+    size = None if shape is None else shape.linear(role)
+    ranks = 1 if size is None else shape.ranks(role)
     if ranks == 1:
         return None
-    leaf = role.name.rpartition(".")[2]
+    leaf, sequence = role.name.rpartition(".")[2], shape.sequence_parallel and role.expert is None
     if size.gathered == GRAD_OUTPUT:
-        return row_sharding(ranks, size.in_features * ranks, sequence_parallel=shape.sequence_parallel)
+        return row_sharding(ranks, size.in_features * ranks, sequence_parallel=sequence)
     pieces = 2 if leaf == "linear_fc1" and shape.swiglu else 1
-    return column_sharding(ranks, size.out_features * ranks, sequence_parallel=shape.sequence_parallel, pieces=pieces)
+    return column_sharding(ranks, size.out_features * ranks, sequence_parallel=sequence, pieces=pieces)
 
 
 def plan_model(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from mcore_model_common import F, H, bf16, build, config, losses, parallel, rank
+from mcore_model_common import F, H, bf16, build, config, losses, parallel, rank, summed
+from megatron.core import mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from tp_cases import Ranks, close_sum, compare_gemm, partial_sums, recorded_operands
 
 from megatron_hybrid import Recipe
 from megatron_hybrid.mcore import driver
@@ -191,6 +194,79 @@ def check_grouped_and_sequential_experts_agree():
             ]  # fmt: skip
             results.append([loss, *grads])
         assert all(torch.equal(a, b) for a, b in zip(*results)), recipe
+
+
+def check_experts_split_over_ranks_are_one_rank_s_cut():
+    """ETP 2 against one rank, grouped and one by one, an expert without a token: codes, scales and random bits of every
+    gemm, weight gradients and delayed scales are the same bits, outputs and input gradients within their sum's rounding."""
+    recipes = {name: Recipe.load(name) for name in (ROWSCALED, "fp8_delayed")}
+    recipes["random"] = Recipe.from_dict({"version": 1, "name": "random", "defaults": "nvfp4:sr"})
+    kinds = [(*kind, True) for kind in itertools.product(recipes, (True, False))] + [("random", True, False)]
+    found = {(tp, *kind): run_split_experts(tp, recipes[kind[0]], *kind[1:]) for tp in (1, 2) for kind in kinds}
+    ranks = Ranks(mpu.get_expert_tensor_parallel_group(), bf16(1).device)
+    for kind in kinds:
+        one, split = found[1, *kind], found[2, *kind]
+        compare_split_experts(ranks, {"linear_fc1": "gated column" if kind[2] else "column", "linear_fc2": "row"}, one, split, kind)
+        assert one["states"].keys() == split["states"].keys() and bool(one["states"]) == (kind[0] == "fp8_delayed")
+        for name, state in one["states"].items():
+            assert torch.equal(state, split["states"][name]), (kind, name)
+
+
+def compare_split_experts(ranks, layouts: dict, one: dict, split: dict, kind) -> None:
+    """Operands, weight gradients and sums over ranks of two runs. layouts: of each linear."""
+    gemms, results = one["operands"], {"linear_fc1": ("dgrad", "dx"), "linear_fc2": ("fprop", "y")}
+    assert len(gemms) == len(split["operands"]) == 3 * 2 * 2, kind  # three gemms of two linears of two experts
+    for axis, (name, layout) in enumerate(layouts.items(), 1):
+        own = {key: pair for key, pair in gemms.items() if name in key[0]}
+        for key, pair in own.items():
+            compare_gemm(ranks, layout, key[1], pair, split["operands"][key], f"{kind} {key}")
+        gemm, result = results[name]
+        sums = [partial_sums(ranks, layout, own[key]) for key in sorted(own) if key[1] == gemm]
+        total, magnitude = (torch.cat(parts) for parts in zip(*sums))
+        close_sum(summed(split[result]), total, magnitude, ranks.size, f"{kind} {result}")
+        pieces = 1 + ("gated" in layout)
+        assert torch.equal(ranks.part(one["dw"][name], axis, pieces), split["dw"][name]), kind
+
+
+def run_split_experts(tp: int, recipe, grouped: bool, gated: bool) -> dict:
+    """Forward and backward of two experts on as many expert-tensor-parallel ranks, one of them without a token, and the
+    end of the step. The largest numbers are all on one rank."""
+    parallel(tp=tp)
+    size, rows = 128, (1 + gated) * 128
+    model = moe(recipe, grouped=grouped, num_layers=1, num_moe_experts=2, moe_ffn_hidden_size=size, sequence_parallel=tp > 1,
+                gated_linear_unit=gated, expert_tensor_parallel_size=tp)  # fmt: skip
+    hooks = driver.attach([model.module], seed=1)
+    for runtime in hooks.controller.runtimes:
+        runtime.backend = "reference"
+        runtime.replan(runtime.recipe)
+    hooks.controller.keys.replica, hooks.controller.keys.num_replicas = 0, 1  # one rank's, where ranks repeat each other
+    hooks.controller.begin_step(1)
+    experts = moe_layers(model)[0].experts
+    whole = bf16(2, rows, H, seed=5), bf16(2, H, size, seed=6)
+    whole[0][:, -1], whole[1][..., -1] = 9, 7
+    cut = [torch.cat([run.chunk(tp, 1)[rank() % tp] for run in whole[0].chunk(1 + gated, 1)], 1),
+           whole[1].chunk(tp, 2)[rank() % tp]]  # fmt: skip
+    weights = [expert_weights(experts, name) for name in ("linear_fc1", "linear_fc2")]
+    with torch.no_grad():
+        for own, values in zip(weights, cut):
+            for weight, value in zip(own, values):
+                weight.copy_(value)
+    x = bf16(24, H, seed=3).requires_grad_()
+    with recorded_operands() as operands:
+        y, _ = experts(x, torch.tensor([24, 0]), torch.linspace(0.1, 1, 24))
+        y.backward(bf16(24, H, seed=4))
+    hooks.controller.end_step(hooks.group, hooks.expert_groups)
+    runtimes = [module for module in experts.modules() if isinstance(module, LinearRuntime)]
+    states = {f"{hq.label}, {name}": state.clone() for hq in runtimes for name, state in hq.named_buffers()}
+    dw = {name: torch.stack(expert_weights(experts, name, "grad")) for name in ("linear_fc1", "linear_fc2")}
+    return dict(operands=operands, y=y.detach(), dx=x.grad, dw=dw, states=states)
+
+
+def expert_weights(experts, name: str, attribute: str = "data") -> list[torch.Tensor]:
+    """Of every expert of either implementation: its weight's ``data`` or ``grad``."""
+    if isinstance(experts, HybridGroupedMLP):
+        return list(getattr(getattr(experts, name).weight, attribute))
+    return [getattr(getattr(expert, name).weight, attribute) for expert in experts.local_experts]
 
 
 def check_names_and_roles_of_experts():

@@ -15,20 +15,23 @@ import os
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from tp_cases import LAYOUTS, RECIPES, Ranks, on_the_wire, recipe, run
+from tp_cases import (
+    GEMM_OPERANDS, LAYOUTS, RECIPES, Ranks, close_sum, compare_gemm, on_the_wire, partial_sums, recipe, run, run_experts,
+)  # fmt: skip
 
 from megatron_hybrid.distributed.amax import WeightAmaxes, start_max
+from megatron_hybrid.grouped_at_once import GroupedPlan
 from megatron_hybrid.linear import hybrid_linear
 from megatron_hybrid.model_shape import LinearShape
-from megatron_hybrid.plan import GRAD_OUTPUT, INPUT, WEIGHT
+from megatron_hybrid.plan import INPUT
 from megatron_hybrid.sharding import block_along
 
-GEMM_OPERANDS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
-SOME = ("fp8_current", "mxfp8", "nvfp4", "nvfp4 / mxfp8 derived")
+SOME = ("fp8_current", "mxfp8", "nvfp4", "nvfp4 / mxfp8 derived", "nvfp4:row_scaled / mxfp8")
 RAGGED = 46  # tokens a rank: like 4092 over 2 ranks, no multiple of 16, 32 or 128
 
 
@@ -36,11 +39,6 @@ def sizes(ranks: Ranks, layout: str):
     """(K, N): every rank's part, and each of a gated part's two runs, is whole blocks of 128."""
     pieces = 1 + ("gated" in layout)
     return (256, 128 * pieces * ranks.size) if "column" in layout else (128 * ranks.size, 256)
-
-
-def split_dims(layout: str) -> dict:
-    """operand -> dimension of this rank's part of it as its gemms see it."""
-    return {WEIGHT: 0, GRAD_OUTPUT: 1} if "column" in layout else {INPUT: 1, WEIGHT: 1}
 
 
 def both(ranks: Ranks, layout: str, name: str, rows: int, *, bias=False, batch=2, backend="reference"):
@@ -69,30 +67,8 @@ def both(ranks: Ranks, layout: str, name: str, rows: int, *, bias=False, batch=2
 
 def compare_operands(ranks: Ranks, layout: str, one, split, what: str) -> None:
     """Codes and scales of every gemm's operands are the whole tensors', cut."""
-    dims, pieces = split_dims(layout), 1 + ("gated" in layout)
-    for gemm, operands in GEMM_OPERANDS.items():
-        for operand, whole, mine in zip(operands, one.operands[gemm], split.operands[gemm]):
-            where = f"{what}, {gemm} {operand}.{mine.direction} {mine.format}"
-            dim, runs = dims.get(operand), pieces if operand != INPUT else 1
-            expected = [whole.dequantize(), *([whole.codes()] if whole.format.is_quantized else [])]
-            found = [mine.dequantize(), *([mine.codes()] if mine.format.is_quantized else [])]
-            for e, f in zip(expected, found, strict=True):
-                assert torch.equal(ranks.part(e, dim, runs), f), where
-
-
-def partial_sums(ranks: Ranks, layout: str, one, gemm: str):
-    """(sum, sum of magnitudes) in float64 of what each rank contributes to a gemm's result."""
-    a, b = (s.operand(torch.float32).double() for s in one.operands[gemm])
-    pieces = 1 + ("gated" in layout)
-    parts = [ranks.part(a, 1, pieces, r) @ ranks.part(b, 1, pieces, r).T for r in range(ranks.size)]
-    return sum(parts), sum(p.abs() for p in parts)
-
-
-def close_sum(found, total, magnitude, ranks: int, what: str) -> None:
-    """A bf16 sum of parts that are rounded to bf16: `ranks` roundings, of a part or of a running sum, each of 2^-8."""
-    error = (found.double().view_as(total) - total).abs()
-    bound = ranks * 2.0**-8 * magnitude + 1e-30
-    assert (error <= 1.01 * bound).all(), f"{what}: {(error / bound).max().item():.2f} of the bound"
+    for gemm in GEMM_OPERANDS:
+        compare_gemm(ranks, layout, gemm, one.operands[gemm], split.operands[gemm], what)
 
 
 def compare_results(ranks: Ranks, layout: str, one, split, what: str) -> None:
@@ -101,7 +77,7 @@ def compare_results(ranks: Ranks, layout: str, one, split, what: str) -> None:
     if "column" in layout:
         assert torch.equal(ranks.part(one.y, 2, pieces), split.y), f"{what}: y"
         assert torch.equal(ranks.part(one.dw, 0, pieces), split.dw), f"{what}: dw"
-        total, magnitude = partial_sums(ranks, layout, one, "dgrad")
+        total, magnitude = partial_sums(ranks, layout, one.operands["dgrad"])
         dim = 0 if sequence else None
         close_sum(split.dx.flatten(0, 1), ranks.part(total, dim), ranks.part(magnitude, dim), ranks.size, f"{what}: dx")
         if one.db is not None:  # torch's own sum over rows, whose order follows the width on a GPU
@@ -113,7 +89,7 @@ def compare_results(ranks: Ranks, layout: str, one, split, what: str) -> None:
     y = split.y
     if not sequence:  # the reduction is outside
         dist.all_reduce(y, group=ranks.group)
-    total, magnitude = partial_sums(ranks, layout, one, "fprop")
+    total, magnitude = partial_sums(ranks, layout, one.operands["fprop"])
     dim = 0 if sequence else None
     close_sum(y.flatten(0, 1), ranks.part(total, dim), ranks.part(magnitude, dim), ranks.size, f"{what}: y")
 
@@ -129,6 +105,55 @@ def check_p60_c26_operands_and_results_are_one_ranks(ranks: Ranks):
         plan = runtime.plan_for(ranks.device)
         assert not plan.cut_shards(), what
         assert not [way for *_, way in plan.gathers if way == "high precision"], (what, plan.gathers)
+
+
+def check_p60_experts_split_over_ranks(ranks: Ranks):
+    """A grouped linear's experts, at once where they can and one by one, one of them without a token: operands are one
+    rank's, cut, and so are results, but for sums over ranks. One collective an operand and gemm, not one an expert."""
+    splits, at_once = [96, 0, 40], set()
+    names = RECIPES if ranks.size == 2 else SOME
+    for layout, name in itertools.product(("column", "gated column", "row"), names):
+        (K, N), pieces = sizes(ranks, layout), 1 + ("gated" in layout)
+        x, dy = ranks.randn(sum(splits), K, seed=1), ranks.randn(sum(splits), N, seed=2)
+        w = torch.stack([ranks.randn(N, K, seed=3 + e) * 3.0**e for e in range(3)])
+        if "column" in layout:
+            own = x, ranks.part(w, 1, pieces), ranks.part(dy, 1, pieces)
+        else:
+            own = ranks.part(x, 1), ranks.part(w, 2), dy
+        for one_by_one in (False, True):
+            whole, mine = (ranks.experts(kind, recipe(name), K, N, 3) for kind in ("one", layout))
+            whole.one_by_one = mine.one_by_one = one_by_one
+            if isinstance(mine.how(own[1]), GroupedPlan):
+                at_once.add(name)
+            elif not one_by_one:
+                continue
+            one = run_experts(whole, x, w, dy, splits)
+            WeightAmaxes(ranks.group, {hq: partial(own[1].__getitem__, e) for e, hq in enumerate(mine)})
+            with on_the_wire() as sent:
+                split = run_experts(mine, *own, splits)
+            what = f"{layout}, {name}, {'one by one' if one_by_one else 'at once'}"
+            assert "derived" in name or len(sent) <= 4, (what, sent)  # a derived column's amax comes with its expert's cast
+            assert all(s.name == "all_reduce" and s.dtype == torch.int32 for s in sent), (what, sent)
+            compare_experts(ranks, layout, one, split, what)
+            assert whole[0].plan_for(ranks.device).reduced == {} and not mine[0].plan_for(ranks.device).cut_shards()
+    assert at_once >= {"bf16", "mxfp8", "fp8_rowwise", "fp8_block", "nvfp4:row_scaled / mxfp8"}.intersection(names)
+
+
+def compare_experts(ranks: Ranks, layout: str, one, split, what: str) -> None:
+    """`compare_operands` and `compare_results` of a grouped linear."""
+    for gemm in GEMM_OPERANDS:
+        for e, pairs in enumerate(zip(one.operands[gemm], split.operands[gemm], strict=True)):
+            compare_gemm(ranks, layout, gemm, *pairs, f"{what}, expert {e}")
+    pieces, gemm = 1 + ("gated" in layout), "dgrad" if "column" in layout else "fprop"
+    total, magnitude = (torch.cat(parts) for parts in zip(*(partial_sums(ranks, layout, p) for p in one.operands[gemm])))
+    if "column" in layout:
+        summed, exact = split.dx, ((one.y, 1, pieces, split.y), (one.dw, 1, pieces, split.dw))
+    else:
+        summed, exact = split.y, ((one.dx, 1, 1, split.dx), (one.dw, 2, 1, split.dw))
+    for whole, dim, runs, mine in exact:
+        assert torch.equal(ranks.part(whole, dim, runs), mine), what
+    dist.all_reduce(summed, group=ranks.group)
+    close_sum(summed, total, magnitude, ranks.size, what)
 
 
 def check_columns_as_the_devices_gemms_read_them(ranks: Ranks):
@@ -242,7 +267,7 @@ def check_amaxes_of_weights_in_one_collective(ranks: Ranks):
     parts = [Part(layout, name, seed) for seed, (layout, name) in enumerate(layouts)]
     with torch.no_grad(), on_the_wire() as alone:
         expected = [part() for part in parts]
-    pool = WeightAmaxes(ranks.group, parts)
+    pool = WeightAmaxes(ranks.group, {part.hq: partial(getattr, part, "weight") for part in parts})
     with torch.no_grad(), on_the_wire() as sent:
         found = [part() for part in parts]
         inputs = [s for s in sent]

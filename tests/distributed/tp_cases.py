@@ -22,12 +22,14 @@ from megatron_hybrid.distributed.tp import (
     row_index_maps,
     row_sharding,
 )
+from megatron_hybrid.grouped import ExpertRuntimes
 from megatron_hybrid.linear import LOCAL, WeightCache, hybrid_linear
-from megatron_hybrid.plan import GemmPlan
-from megatron_hybrid.roles import LINEAR, ModuleRole
+from megatron_hybrid.plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
+from megatron_hybrid.roles import GROUPED_LINEAR, LINEAR, ModuleRole
 from megatron_hybrid.runtime import LinearRuntime, RandomKeys
 
 ROLE = ModuleRole(LINEAR, "decoder.layers.0.mlp.linear_fc1", layer=1, num_layers=1)
+EXPERT = ModuleRole(GROUPED_LINEAR, "decoder.layers.0.mlp.experts.linear_fc1", layer=1, num_layers=1, expert=2)
 LAYOUTS = ("column", "gated column", "column SP", "gated column SP", "row", "row SP")
 DERIVED = {"input": "rowwise_dequantized", "weight": "rowwise_dequantized", "grad_output": "rowwise_dequantized"}
 NVFP4 = {
@@ -35,6 +37,7 @@ NVFP4 = {
     "dgrad": {"grad_output": "nvfp4:sr", "weight": "nvfp4:2d"},
     "wgrad": {"grad_output": "nvfp4:rht,sr", "input": "nvfp4:rht"},
 }
+GEMM_OPERANDS = {"fprop": (INPUT, WEIGHT), "dgrad": (GRAD_OUTPUT, WEIGHT), "wgrad": (GRAD_OUTPUT, INPUT)}
 # name -> the recipe's defaults, and maybe `backward`
 RECIPES = {
     "bf16": "high_precision",
@@ -49,6 +52,10 @@ RECIPES = {
     "nvfp4": NVFP4,
     "nvfp4:sr everywhere": "nvfp4:sr",
     "nvfp4:row_scaled,sr": "nvfp4:row_scaled,sr",
+    "nvfp4:row_scaled / mxfp8": {"fprop": "nvfp4:row_scaled", "dgrad": "mxfp8_e4m3", "wgrad": "mxfp8_e4m3",
+                                 "columnwise_source": DERIVED},
+    "nvfp4:row_scaled,sr / mxfp8": {"fprop": "nvfp4:row_scaled,sr", "dgrad": {"grad_output": "nvfp4:row_scaled,sr",
+                                    "weight": "nvfp4:row_scaled"}, "wgrad": "mxfp8_e4m3"},
     "mxfp8 / nvfp4": {"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4"},
     "nvfp4 / mxfp8 derived": {"fprop": "nvfp4", "dgrad": "mxfp8_e4m3", "wgrad": "mxfp8_e4m3", "columnwise_source": DERIVED},
     "mxfp8 / nvfp4 derived": {"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4", "columnwise_source": DERIVED},
@@ -95,17 +102,34 @@ class Ranks:
         rank = self.rank if rank is None else rank
         return torch.cat([run.chunk(self.size, dim)[rank] for run in x.chunk(pieces, dim)], dim).contiguous()
 
-    def runtime(self, layout: str, recipe: Recipe, K: int, N: int, backend="reference") -> LinearRuntime:
-        """The rank's share of a linear, or, for layout ``one``, the whole linear."""
+    def split(self, layout: str, K: int, N: int):
+        """(sharding, index maps) of the rank's share of a linear; none for layout ``one``."""
         sequence, pieces = layout.endswith("SP"), 1 + ("gated" in layout)
-        sharding, maps = None, {}
         if "column" in layout:
             sharding = column_sharding(self.size, N, sequence_parallel=sequence, pieces=pieces)
-            maps = column_index_maps(self.rank, self.size, K, N, pieces)
-        elif "row" in layout:
+            return sharding, column_index_maps(self.rank, self.size, K, N, pieces)
+        if "row" in layout:
             sharding = row_sharding(self.size, K, sequence_parallel=sequence)
-            maps = row_index_maps(self.rank, self.size, K, N)
-        runtime = LinearRuntime(recipe, ROLE, self.device, backend=backend, sharding=sharding)
+            return sharding, row_index_maps(self.rank, self.size, K, N)
+        return None, {}
+
+    def runtime(self, layout: str, recipe: Recipe, K: int, N: int, backend="reference") -> LinearRuntime:
+        """The rank's share of a linear, or, for layout ``one``, the whole linear."""
+        sharding, maps = self.split(layout, K, N)
+        return self._ready(LinearRuntime(recipe, ROLE, self.device, backend=backend, sharding=sharding), maps)
+
+    def experts(self, layout: str, recipe: Recipe, K: int, N: int, num: int) -> ExpertRuntimes:
+        """The rank's share of a grouped linear, or the whole."""
+        sharding, maps = self.split(layout, K, N)
+        runtimes = ExpertRuntimes(
+            recipe, EXPERT, num, self.device, weight_rows=N, backend="reference", sharding=sharding
+        )
+        for runtime in runtimes:
+            self._ready(runtime, maps).ranks = None if sharding is None else TensorParallel(self.group)
+        return runtimes
+
+    def _ready(self, runtime: LinearRuntime, maps: dict) -> LinearRuntime:
+        """In a step, with keys, a weight cache and delayed scales."""
         runtime.index_maps, runtime.keys = maps, RandomKeys(5, num_microbatches=2)
         runtime.weight_cache = WeightCache()
         runtime.keys.set(3, 1)
@@ -121,6 +145,40 @@ class Ranks:
             "column": ColumnParallel, "column SP": ColumnSequenceParallel, "row": TensorParallel, "row SP": RowSequenceParallel
         }[layout.removeprefix("gated ")]  # fmt: skip
         return cls(self.group)
+
+
+def split_dims(layout: str) -> dict:
+    """operand -> dimension of this rank's part of it as its gemms see it."""
+    return {WEIGHT: 0, GRAD_OUTPUT: 1} if "column" in layout else {INPUT: 1, WEIGHT: 1}
+
+
+def compare_gemm(ranks: Ranks, layout: str, gemm: str, one, split, what: str) -> None:
+    """Codes and scales of one gemm's operands, of one rank and of this one: pairs of payloads."""
+    dims, pieces = split_dims(layout), 1 + ("gated" in layout)
+    for operand, whole, mine in zip(GEMM_OPERANDS[gemm], one, split):
+        where = f"{what}, {gemm} {operand}.{mine.direction} {mine.format}"
+        dim, runs = dims.get(operand), pieces if operand != INPUT else 1
+        assert torch.equal(ranks.part(whole.dequantize(), dim, runs), mine.dequantize()), where
+        if whole.format.is_quantized:
+            assert torch.equal(ranks.part(whole.codes(), dim, runs), mine.codes()), where
+            for scale, own in ((whole.block_scale(), mine.block_scale()), (whole.outer_scale(), mine.outer_scale())):
+                is_cut = dim is not None and scale.dim() == 2 and scale.shape[dim] > 1
+                assert torch.equal(ranks.part(scale, dim, runs) if is_cut else scale, own), f"{where}: scales"
+
+
+def partial_sums(ranks: Ranks, layout: str, operands):
+    """(sum, sum of magnitudes) in float64 of what each rank contributes to the result of a gemm of one rank's operands."""
+    a, b = (s.operand(torch.float32).double() for s in operands)
+    pieces = 1 + ("gated" in layout)
+    parts = [ranks.part(a, 1, pieces, r) @ ranks.part(b, 1, pieces, r).T for r in range(ranks.size)]
+    return sum(parts), sum(p.abs() for p in parts)
+
+
+def close_sum(found, total, magnitude, ranks: int, what: str) -> None:
+    """A bf16 sum of parts that are rounded to bf16: `ranks` roundings, of a part or of a running sum, each of 2^-8."""
+    error = (found.double().view_as(total) - total).abs()
+    bound = ranks * 2.0**-8 * magnitude + 1e-30
+    assert (error <= 1.01 * bound).all(), f"{what}: {(error / bound).max().item():.2f} of the bound"
 
 
 @dataclass
@@ -145,16 +203,27 @@ def run(ranks: Ranks, layout: str, runtime: LinearRuntime, x, w, dy, bias=None) 
     with recorded_operands() as operands, kept_tensors() as kept:
         y = hybrid_linear(x, w, bias, call)
         y.backward(dy)
+    operands = {gemm: pair for (_, gemm), pair in operands.items()}
     return Result(y.detach(), x.grad, w.grad, None if bias is None else bias.grad, operands, kept)
+
+
+def run_experts(runtimes: ExpertRuntimes, x, w, dy, splits: list[int]) -> Result:
+    """The same of a grouped linear: operands of a gemm are a list, one pair an expert; y before the sum over ranks."""
+    x, w = x.detach().clone().requires_grad_(), torch.nn.Parameter(w.detach().clone())
+    with recorded_operands() as operands:
+        y = runtimes(x, w, None, splits, training=True)
+        y.backward(dy)
+    of_experts = {gemm: [pair for (_, ran), pair in operands.items() if ran == gemm] for gemm in GEMM_OPERANDS}
+    return Result(y.detach(), x.grad, w.grad, None, of_experts, [])
 
 
 @contextlib.contextmanager
 def recorded_operands():
-    """gemm -> its two payloads, of the gemms run inside the block."""
+    """(plan's name, gemm) -> its two payloads, of the gemms run inside the block."""
     seen, original = {}, GemmPlan.run
 
     def spy(plan, gemm, a, b, *args, **kwargs):
-        seen[gemm] = (a, b)
+        seen[plan.name, gemm] = (a, b)
         return original(plan, gemm, a, b, *args, **kwargs)
 
     GemmPlan.run = spy

@@ -83,6 +83,22 @@ def test_shardings_of_a_models_linears():
     assert SHAPE.rows_of_a_rank == 128
 
 
+def test_shardings_of_experts():
+    """Their own ranks, as many as other linears' where nothing is said; their tokens are whole on each."""
+    flags = dict(num_layers=1, hidden_size=64, num_attention_heads=4, swiglu=True, num_experts=8, moe_router_topk=2,
+                 moe_ffn_hidden_size=96, seq_length=32, tensor_model_parallel_size=4, sequence_parallel=True)  # fmt: skip
+    for etp, rows in ((None, 8), (2, 4), (1, 2)):
+        shape, ranks = ModelShape.of(flags | dict(expert_tensor_parallel_size=etp)), etp or 4
+        fc1, fc2 = (role for role in planning.enumerate_modules(shape) if role.expert == 3)
+        assert shape.linear(fc1).size("weight") == (192 // ranks, 64) and shape.linear(fc2).size("weight") == (64, 96 // ranks)
+        assert shape.linear(fc1).rows == shape.linear(fc2).rows == rows
+        split = [planning.sharding(role, shape) for role in (fc1, fc2)]
+        column, row = (
+            column_sharding(ranks, 192, sequence_parallel=False, pieces=2), row_sharding(ranks, 96, sequence_parallel=False)
+        )  # fmt: skip
+        assert split == ([None, None] if ranks == 1 else [column, row])
+
+
 def test_c23_high_precision_gathers_and_cut_blocks_are_said():
     plans = planning.plan_model(mh.Recipe.load("mxfp8_fprop_nvfp4_bwd"), SHAPE, "cpu", shape=SHAPE)
     assert not planning.high_precision_gathers(plans, 128) and not planning.cut_shards(plans)
