@@ -168,6 +168,18 @@ class Recipe:
         edges = {edge for rule in self.rules if rule.match.steps for edge in rule.match.steps.boundaries()}
         return tuple(sorted(edge for edge in edges if edge > 1))
 
+    def late_rules(self, last_step: int) -> list[str]:
+        """A line for each rule whose steps all come after the last one of a run."""
+        late = {
+            index: rule.match.steps
+            for index, rule in enumerate(self.rules)
+            if rule.match.steps and min(span.start or 1 for span in rule.match.steps.spans) > last_step
+        }
+        return [
+            f"{self._rule_place(index)} never takes effect: its steps are {steps}, the run ends with step {last_step}"
+            for index, steps in late.items()
+        ]
+
     def check_matches(self, modules: Iterable[ModuleRole]) -> None:
         """Check the recipe against the whole model: the modules of all pipeline stages and all experts.
 

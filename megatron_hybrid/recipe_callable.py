@@ -92,6 +92,10 @@ class CallableRecipe:
         """SHA-256 of the record: equal for functions of one name, whatever they do."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
+    def late_rules(self, last_step: int) -> list[str]:
+        """None: a function knows no steps."""
+        return []
+
     def resolve(self, module: ModuleRole, *, step: int | None = None) -> ModuleQuant:
         """What the function says about one module. Raises `RecipeError` for an answer that no module can follow."""
         found = {role.tensor_type: self._ask(role, module) for role in module.operands()}

@@ -3,12 +3,14 @@
 
     python scripts/convergence.py                                # all runs of the list that are not there yet
     python scripts/convergence.py --runs bf16:2 nvfp4:1 --deadline 500
+    python scripts/convergence.py --speed                        # tokens a second of every recipe, in short runs of their own
     python scripts/convergence.py --table                        # no training: table and plot of the runs there are
 
 One run is one recipe with one seed on one GPU (`--device cpu`: one at a time on the CPU, for trying it out), on all GPUs at
-once. `--a-gpu 2` trains two on each: sooner done, losses as before, but no speed is published of such a run. A finished run is a file RESULTS/<recipe>_<seed>.json and is not run again; one that was cut off, or
-trained another model or other text, does not count. The seed makes the initial weights; all runs read the same tokens in
-the same order, and the same validation tokens at the end.
+once; `--a-gpu 2` trains two on each, which is sooner done. A finished run is a file RESULTS/<recipe>_<seed>.json and is not
+run again; one that was cut off, or trained another model or other text, does not count. The seed makes the initial weights;
+all runs read the same tokens in the same order, and the same validation tokens at the end. Speeds are measured apart, by
+short runs that have a GPU to themselves: files RESULTS/speed/<recipe>.json.
 
 The text is the Python source of the standard library and of the installed packages, a token a byte, unless --input names
 other files. The table's interval of a gap to bf16 is Student's at 95%, from the spread of bf16's seeds; it assumes that
@@ -48,9 +50,10 @@ from megatron_hybrid.whole_file import write_whole  # noqa: E402
 BASE = "bf16"
 RUNS = (
     "bf16:1", "mxfp8_fprop_nvfp4_bwd:1", "fp8_current:1", "fp8_block:1", "bf16:2", "nvfp4:1", "mxfp8:1", "bf16:3",
-    "nvfp4_fprop_mxfp8_bwd:1", "nvfp4_late_bf16_fprop:1",
+    "nvfp4_fprop_mxfp8_bwd:1", "configs/convergence/nvfp4_late_at_1300.yaml:1",
 )  # fmt: skip
 DATA_SEED = 1234
+SPEED_ITERATIONS, WARM_UP = 80, 20
 # two-sided 95% quantiles of Student's t, by degrees of freedom
 T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 
@@ -111,6 +114,7 @@ def parse_args(argv=None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--device", choices=("gpu", "cpu"), default="gpu")
     parser.add_argument("--commit", help="recorded in place of git's")
+    parser.add_argument("--speed", action="store_true", help=f"measure tokens a second, in {SPEED_ITERATIONS} iterations")
     parser.add_argument("--table", action="store_true", help="only read results")
     return parser.parse_args(argv)
 
@@ -134,10 +138,10 @@ def prepare(args) -> Setting:
     return Setting(load_model(args.model), args.iterations, data)
 
 
-def command(args, setting: Setting, job: Job, folder: Path, seconds: float | None) -> list[str]:
+def command(args, setting: Setting, job: Job, folder: Path, iterations: int, seconds: float | None) -> list[str]:
     """The training process; `timeout` ends it when its time is over."""
     flags = megatron_flags(setting.model)
-    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "258", "--train-iters", str(setting.iterations)]
+    flags += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "258", "--train-iters", str(iterations)]
     for split, record in setting.data.items():
         flags += [f"--{split}-data-path", record["prefix"]]
     flags += ["--data-cache-path", str(args.data / f"cache-{setting.key}"), "--seed", str(job.seed)]
@@ -156,21 +160,32 @@ def environment(args, gpu: int) -> dict[str, str]:
     return {**os.environ, **ours}
 
 
-def train(args, setting: Setting, job: Job, gpu: int, seconds: float | None) -> dict:
-    """A run's record. Raises `TrainingFailed`."""
-    folder = args.logs / job.name
-    words = command(args, setting, job, folder, seconds)
-    done = run_training(Run(job.name, folder, words, environment(args, gpu), 0, setting.iterations), job.name)
-    if (last := done.log.train[-1].iteration) != setting.iterations or done.log.first_bad() is not None:
+def run_job(args, setting: Setting, job: Job, gpu: int, iterations: int, seconds: float | None):
+    """A finished run and what any record of it says. Raises `TrainingFailed`."""
+    folder = args.logs / ("speed" if args.speed else "") / job.name
+    words = command(args, setting, job, folder, iterations, seconds)
+    done = run_training(Run(job.name, folder, words, environment(args, gpu), 0, iterations), job.name)
+    if (last := done.log.train[-1].iteration) != iterations or done.log.first_bad() is not None:
         raise TrainingFailed(f"{job.name}: ended at iteration {last}, first bad value: {done.log.first_bad()}")
-    ms = statistics.median(p.ms for p in done.log.train[10:] or done.log.train)
+    card = {"card": "CPU"} if args.device == "cpu" else {}
+    return done, {"recipe": Path(job.recipe).stem, "key": setting.key, **provenance(args.commit), **card}
+
+
+def speed(args, setting: Setting, job: Job, gpu: int, seconds: float | None) -> dict:
+    """How fast a recipe trains."""
+    done, record = run_job(args, setting, job, gpu, SPEED_ITERATIONS, seconds)
+    ms = statistics.median(p.ms for p in done.log.train[WARM_UP:])
+    tokens = 1e3 * setting.tokens_per_iteration / ms
+    return {**record, "iterations": SPEED_ITERATIONS, "median_ms": ms, "tokens_per_second": tokens}
+
+
+def train(args, setting: Setting, job: Job, gpu: int, seconds: float | None) -> dict:
+    """What a recipe learns with a seed."""
+    done, record = run_job(args, setting, job, gpu, setting.iterations, seconds)
     every = max(1, setting.iterations // 300)
     return {
-        "recipe": Path(job.recipe).stem, "seed": job.seed, "key": setting.key, "seconds": round(done.seconds, 1),
-        **provenance(args.commit), **({"card": "CPU"} if args.device == "cpu" else {}),
-        "a_gpu": args.a_gpu, "valid_loss": done.log.final_valid_loss(), "median_ms": ms,
-        "tokens_per_second": 1e3 * setting.tokens_per_iteration / ms,
-        "formats": Recipe.load(job.recipe).to_dict(),
+        **record, "seed": job.seed, "seconds": round(done.seconds, 1), "a_gpu": args.a_gpu,
+        "valid_loss": done.log.final_valid_loss(), "formats": Recipe.load(job.recipe).to_dict(),
         "setting": {"model": setting.model, "iterations": setting.iterations, "data_seed": DATA_SEED, "data": {
             split: {k: record[k] for k in ("tokens", "sha256")} for split, record in setting.data.items()}},
         "train": [[p.iteration, round(p.loss, 5)] for p in done.log.train[::every]],
@@ -182,7 +197,8 @@ def train_all(args, setting: Setting, jobs: list[Job], began: float) -> list[str
     """Every job on the next free GPU; what failed, a line each. Results are written as runs end."""
     import torch
 
-    args.results.mkdir(parents=True, exist_ok=True)
+    make, folder = (speed, args.results / "speed") if args.speed else (train, args.results)
+    folder.mkdir(parents=True, exist_ok=True)
     waiting: queue.Queue[Job] = queue.Queue()
     for job in jobs:
         waiting.put(job)
@@ -199,13 +215,15 @@ def train_all(args, setting: Setting, jobs: list[Job], began: float) -> list[str
                 failures.append(f"{job.name}: not started, {left:.0f} s before the deadline; a run took {max(took):.0f} s")
                 continue
             try:
-                record = train(args, setting, job, gpu, left)
+                started = time.monotonic()
+                record = make(args, setting, job, gpu, left)
             except TrainingFailed as error:
                 failures.append(str(error))
             else:
-                took.append(record["seconds"])
-                write_whole(args.results / f"{job.name}.json", json.dumps(record) + "\n")
-                print(f"[{job.name}] validation loss {record['valid_loss']:.4f}", flush=True)
+                took.append(time.monotonic() - started)
+                write_whole(folder / f"{record['recipe'] if args.speed else job.name}.json", json.dumps(record) + "\n")
+                reached = "tokens_per_second" if args.speed else "valid_loss"
+                print(f"[{job.name}] {reached}: {record[reached]:.5g}", flush=True)
 
     workers = torch.cuda.device_count() if args.device == "gpu" else 1
     threads = [threading.Thread(target=work, args=(gpu,)) for gpu in range(workers) for _ in range(args.a_gpu)]
@@ -226,6 +244,12 @@ def results(folder: Path, key: str | None = None) -> list[dict]:
     return [record for record in found if record["key"] == key]
 
 
+def speeds(folder: Path, key: str) -> dict[str, dict]:
+    """The measured speeds of one setting, by recipe."""
+    found = [json.loads(path.read_text()) for path in sorted((folder / "speed").glob("*.json"))]
+    return {record["recipe"]: record for record in found if record["key"] == key}
+
+
 def half_width(base: list[float], n: int) -> float | None:
     """Half of the 95% interval of (mean of n runs - mean of the base), from the base's spread; None of one base run."""
     if len(base) < 2:
@@ -233,8 +257,9 @@ def half_width(base: list[float], n: int) -> float | None:
     return T_95[min(len(base) - 1, len(T_95)) - 1] * statistics.stdev(base) * math.sqrt(1 / len(base) + 1 / n)
 
 
-def rows(records: list[dict]) -> list[dict]:
+def rows(records: list[dict], speed_of: dict[str, dict] | None = None) -> list[dict]:
     """A row a recipe, the base first: mean loss of its seeds, gap to the base with its interval, tokens a second."""
+    speed_of = speed_of or {}
     by_recipe: dict[str, list[dict]] = {}
     for record in sorted(records, key=lambda r: (r["recipe"] != BASE, r["recipe"], r["seed"])):
         by_recipe.setdefault(record["recipe"], []).append(record)
@@ -243,11 +268,11 @@ def rows(records: list[dict]) -> list[dict]:
     for recipe, runs in by_recipe.items():
         loss = statistics.fmean(r["valid_loss"] for r in runs)
         gap = None if recipe == BASE or not base else loss - statistics.fmean(base)
-        alone = [r["tokens_per_second"] for r in runs if r["a_gpu"] == 1]
+        speed = speed_of.get(recipe, {})
         found.append({
             "recipe": recipe, "seeds": len(runs), "valid_loss": loss, "gap": gap,
-            "half_width": None if gap is None else half_width(base, len(runs)), "tokens_per_second": statistics.median(alone) if alone else None,
-            "cards": sorted({r["card"] for r in runs}),
+            "half_width": None if gap is None else half_width(base, len(runs)), "tokens_per_second": speed.get("tokens_per_second"),
+            "cards": sorted({r["card"] for r in runs}), "speed_card": speed.get("card"),
         })  # fmt: skip
     return found
 
@@ -257,11 +282,12 @@ def cells(row: dict) -> tuple[str, ...]:
     shown = "" if gap is None else f"{gap:+.4f}" + ("" if width is None else f" +- {width:.4f}")
     return (
         row["recipe"], str(row["seeds"]), f"{row['valid_loss']:.4f}", shown,
-        "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f}", ", ".join(row["cards"]),
+        ", ".join(row["cards"]),
+        "" if row["tokens_per_second"] is None else f"{row['tokens_per_second']:,.0f} ({row['speed_card']})",
     )  # fmt: skip
 
 
-HEADER = ("recipe", "seeds", "final validation loss", "gap to bf16 (95%)", "tokens/s", "card")
+HEADER = ("recipe", "seeds", "final validation loss", "gap to bf16 (95%)", "trained on", "tokens/s, alone on")
 
 
 def markdown(found: list[dict]) -> str:
@@ -273,7 +299,7 @@ def publish(args, records: list[dict]) -> None:
     """Print the table; write it, the plot, and where a document has a place for it, there."""
     from megatron_hybrid.observe.plots import plot_losses
 
-    found = rows(records)
+    found = rows(records, speeds(args.results, records[0]["key"]))
     print(Table(HEADER, tuple(map(cells, found)), (f"{len(records)} runs in {args.results}",)))
     write_whole(args.results / "table.md", markdown(found))
     write_whole(args.results / "table.json", json.dumps(found, indent=1) + "\n")
@@ -281,9 +307,18 @@ def publish(args, records: list[dict]) -> None:
         f"{r['recipe']}, seed {r['seed']}": TrainingLog(
             [TrainPoint(i, loss) for i, loss in r["train"]], [ValidPoint(i, loss) for i, loss in r["valid"]]
         )
-        for r in records
+        for r in sorted(records, key=lambda r: (r["recipe"] != BASE, r["recipe"], r["seed"]))
     }
     plot_losses(logs, args.results / "losses.png", title="Loss, nats a byte")
+
+
+def to_do(args, key: str) -> list[Job]:
+    """Runs without a result; for speeds one a recipe."""
+    if args.speed:
+        done, first = speeds(args.results, key), {Path(job.recipe).stem: job for job in reversed(args.runs)}
+        return [job for recipe, job in reversed(first.items()) if recipe not in done]
+    done = {f"{r['recipe']}_{r['seed']}" for r in results(args.results, key)}
+    return [job for job in args.runs if job.name not in done]
 
 
 def main(argv=None) -> int:
@@ -291,12 +326,12 @@ def main(argv=None) -> int:
     failures, key = [], None
     if not args.table:
         for job in args.runs:
-            Recipe.load(job.recipe)  # a wrong name fails here, before anything is trained
+            if late := Recipe.load(job.recipe).late_rules(args.iterations):  # a wrong name fails here, before training
+                raise SystemExit(f"error: {late[0]}")
         setting = prepare(args)
         key = setting.key
-        done = {f"{r['recipe']}_{r['seed']}" for r in results(args.results, key)}
-        jobs = [job for job in args.runs if job.name not in done]
-        print(f"{len(jobs)} runs to do, {len(args.runs) - len(jobs)} there already; {setting.iterations} iterations of "
+        jobs = to_do(args, key)
+        print(f"{len(jobs)} runs to do, the others are there already; {setting.iterations} iterations of "
               f"{setting.tokens_per_iteration:,} tokens", flush=True)  # fmt: skip
         failures = train_all(args, setting, jobs, began)
     records = results(args.results, key)

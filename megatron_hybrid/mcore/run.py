@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import torch
@@ -62,6 +63,8 @@ def after_validation(args, recipe: Recipe) -> None:
     lines = summary(recipe, at_step, shape.rows_of_a_rank)
     for line in (*lines, *checkpoint.check_resume(args, recipe, switch=args.hq_switch_recipe)):
         _say(args, line)
+    for line in recipe.late_rules(args.train_iters or math.inf):
+        _say(args, f"warning: {line}")
     _write_record(args, recipe, lines, device)
     checkpoint.record(args, recipe)
     recipes.register(args.hq_recipe, spec)

@@ -10,6 +10,7 @@ import os
 
 os.environ |= {  # what Megatron's deterministic mode asks for; a GPU is found without touching it
     "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # and tensor parallelism
 }  # fmt: skip
 
 import json  # noqa: E402

@@ -30,7 +30,7 @@ def script():
 
 
 def record(recipe, seed, loss, key="k"):
-    return dict(recipe=recipe, seed=seed, valid_loss=loss, tokens_per_second=1e5, key=key, card="X", a_gpu=1)
+    return dict(recipe=recipe, seed=seed, valid_loss=loss, key=key, card="X")
 
 
 def test_gaps_and_intervals(script):
@@ -41,9 +41,9 @@ def test_gaps_and_intervals(script):
     assert rows[1]["gap"] == pytest.approx(0.03)
     assert rows[1]["half_width"] == pytest.approx(4.303 * statistics.stdev(losses) * (1 / 3 + 1 / 2) ** 0.5)
     assert script.rows([record("bf16", 1, 1.0), record("mxfp8", 1, 1.1)])[1]["half_width"] is None
-    assert script.cells(rows[1])[3:5] == ("+0.0300 +- 0.0393", "100,000")
-    shared = script.rows([{**record("bf16", 1, 1.0), "a_gpu": 2}])[0]  # a run beside another one says nothing of speed
-    assert shared["tokens_per_second"] is None and script.cells(shared)[4] == ""
+    assert script.cells(rows[1])[3:] == ("+0.0300 +- 0.0393", "X", "")
+    (row,) = script.rows([record("bf16", 1, 1.0)], {"bf16": {"tokens_per_second": 123456.7, "card": "Y"}})
+    assert script.cells(row)[5] == "123,457 (Y)"
 
 
 def test_results_of_another_setting_are_left_out(script, tmp_path):
@@ -72,10 +72,15 @@ def test_runs_are_trained_once_and_cut_off_at_the_deadline(tmp_path):
     saved = json.loads((tmp_path / "results" / "mxfp8_1.json").read_text())
     assert len(saved["train"]) == 8 and saved["valid"][-1][0] == 8 and saved["formats"]["name"] == "mxfp8"
     again = run("--iterations", 8, "--runs", "bf16:1", "mxfp8:1", "bf16:2", "--deadline", 0)
-    assert again.returncode == 1 and "1 runs to do, 2 there already" in again.stdout
+    assert again.returncode == 1 and "1 runs to do, the others" in again.stdout
     assert "bf16_2: not started, " in again.stderr and not (tmp_path / "results" / "bf16_2.json").exists()
     cut = run("--iterations", 9, "--runs", "bf16:1", "--deadline", 3)  # another setting, and not enough time
     assert cut.returncode == 1 and "exit code 124" in cut.stderr, cut.stderr
     assert json.loads((tmp_path / "results" / "bf16_1.json").read_text())["setting"]["iterations"] == 8
+    late = run("--iterations", 8, "--runs", "nvfp4_late_bf16_fprop:1")
+    assert late.returncode == 1 and "rules[1] never takes effect: its steps are 9000:" in late.stderr
+    fast = run("--iterations", 8, "--runs", "mxfp8:1", "mxfp8:2", "--speed")
+    assert fast.returncode == 0 and "1 runs to do" in fast.stdout, fast.stdout + fast.stderr
     table = run("--table")
-    assert table.returncode == 0 and "mxfp8" in table.stdout and (tmp_path / "results" / "losses.png").stat().st_size > 5000
+    assert table.returncode == 0 and " (CPU)" in table.stdout and "mxfp8" in table.stdout
+    assert (tmp_path / "results" / "losses.png").stat().st_size > 5000

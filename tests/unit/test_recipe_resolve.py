@@ -380,3 +380,10 @@ def test_one_more_rule_in_front():
     assert slots(made.resolve(linear(1)))["fprop.input"] == HP and len(made.rules) == 2
     with pytest.raises(RecipeError, match="did you mean 'layers'"):
         made.with_first_rule({"layer": 1}, HP)
+
+
+def test_rules_whose_steps_come_after_the_last():
+    made = recipe(MX, [rule(FP4, steps="5:9"), rule(HP, steps="10:"), rule(HP, steps=":3"), rule(FP8, steps="12,4")])
+    (late,) = made.late_rules(9)
+    assert "rules[1] never takes effect: its steps are 10:, the run ends with step 9" in late
+    assert made.late_rules(10) == [] and len(made.late_rules(4)) == 2
