@@ -50,6 +50,7 @@ SUITES = (
     Suite("quantized weights in the distributed optimizer", "run_param_gather.py", WORKER, ranks=(2, 4)),
     Suite("training", "run_training.py", WORKER, ranks=(2, 4)),
     Suite("FSDP2", "run_fsdp2.py", WORKER, ranks=(2, 4)),
+    Suite("combinations", "run_matrix.py", WORKER, ranks=(2,)),
     Suite("fused parts of a model", "run_fused_parts.py", WORKER, backends=("nccl",), ranks=(2,)),
 )
 

@@ -56,6 +56,11 @@ def check_flags(args) -> None:
         raise UserError(
             f"--use-torch-fsdp2 beside --context-parallel-size {args.context_parallel_size} is not supported; leave one out"
         )
+    if args.use_torch_fsdp2 and args.num_experts and args.moe_grouped_gemm:
+        raise UserError(
+            "--use-torch-fsdp2 beside --moe-grouped-gemm: experts' weights are one stacked parameter, whose shards no "
+            "checkpoint can divide by expert; leave one out"
+        )
     if args.hq_offload_layers and args.recompute_granularity is not None:
         raise UserError(
             f"--hq-offload-layers {args.hq_offload_layers} beside --recompute-granularity {args.recompute_granularity}: what "

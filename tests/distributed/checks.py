@@ -83,6 +83,18 @@ def raises(kind, text: str):
         raise AssertionError(f"nothing raised; expected: {text}")
 
 
+def write_errors(file: Path, checks: dict) -> None:
+    """Call functions without arguments, by name; the file: name -> traceback or None. For a rank that checks alone."""
+    errors = {}
+    for name, check in checks.items():
+        errors[name] = None
+        try:
+            check()
+        except Exception:
+            errors[name] = traceback.format_exc()
+    file.write_text(json.dumps(errors))
+
+
 def check_names(*sources: Path, arguments: str = "") -> list[str]:
     """The checks that files define. arguments: a regular expression of what stands between their parentheses."""
     text = "".join(source.read_text() for source in sources)

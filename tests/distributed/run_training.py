@@ -15,9 +15,9 @@ os.environ |= {  # what Megatron's deterministic mode asks for; a GPU is found w
 
 import json  # noqa: E402
 import math  # noqa: E402
-import traceback  # noqa: E402
+from functools import partial  # noqa: E402
 
-from checks import arguments  # noqa: E402
+from checks import arguments, write_errors  # noqa: E402
 from mcore_cases import MOCK, MODEL, SCRIPT, TP2, Case, assert_ended, described, numbers, outcomes, same  # noqa: E402
 from run_mcore_cases import RANK, WORLD, run_all  # noqa: E402
 
@@ -75,19 +75,13 @@ def main() -> None:
     if RANK == 0:
         (folder / "lives.json").write_text(json.dumps(LIVES))
     run_all(described(wanted, folder), folder)
-    errors = {}
+    checks = {}
     if RANK == 0:  # it has seen every case's end
         runs = folder, outcomes(wanted, folder, WORLD)
-        checks = {f"{recipe}_trains_and_resumes": (trains_and_resumes, runs, recipe) for recipe in RECIPES}
+        checks = {f"{recipe}_trains_and_resumes": partial(trains_and_resumes, runs, recipe) for recipe in RECIPES}
         if WORLD == 4:
-            checks["lives_4_ranks_train_as_one"] = (four_ranks_train_as_one, runs)
-        for name, (check, *given) in checks.items():
-            errors[name] = None
-            try:
-                check(*given)
-            except Exception:
-                errors[name] = traceback.format_exc()
-    (folder / f"{RANK}.json").write_text(json.dumps(errors))
+            checks["lives_4_ranks_train_as_one"] = partial(four_ranks_train_as_one, runs)
+    write_errors(folder / f"{RANK}.json", checks)
 
 
 if __name__ == "__main__":

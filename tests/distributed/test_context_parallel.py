@@ -10,6 +10,8 @@ CP2, CP4 = ["--context-parallel-size", "2"], ["--context-parallel-size", "4"]
 GROUPS = ["--group-query-attention", "--num-query-groups", "2"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 
+DROPOUT = ["--attention-dropout", "0.1", "--hidden-dropout", "0.1"]
+
 
 def case(name: str, ranks: int, *flags: str) -> Case:
     return Case(name, [SCRIPT, *MODEL, *MOCK, *GROUPS, "--hq-metrics-file", f"{{folder}}/{name}.metrics", *flags], ranks)
@@ -29,6 +31,10 @@ CASES = [
     case("mixed_cp2", 2, *CP2, *recipe(MIXED), "--save", "{folder}/ckpt", "--save-interval", "2"),
     case("mixed_resumed", 2, *CP2, *recipe(MIXED), "--load", "{folder}/ckpt", "--ckpt-step", "2"),
     case("mixed_recomputed", 2, *CP2, *recipe(MIXED), *RECOMPUTE),
+    case("dropout_cp2", 2, *CP2, *recipe(MIXED), *DROPOUT, "--save", "{folder}/dropout_ckpt", "--save-interval", "2"),
+    case("dropout_resumed", 2, *CP2, *recipe(MIXED), *DROPOUT, "--load", "{folder}/dropout_ckpt", "--ckpt-step", "2"),
+    case("dropout_recomputed", 2, *CP2, *recipe(MIXED), *DROPOUT, *RECOMPUTE),
+    case("dropout_tp2_cp2", 4, *TP2, *CP2, *recipe("bf16"), *DROPOUT),
     case("delayed_one", 1, *recipe("fp8_delayed")),
     case("delayed_cp2", 2, *CP2, *recipe("fp8_delayed")),
     case("nvfp4_cp2", 2, *CP2, *recipe("nvfp4"), "--num-layers", "6"),
@@ -64,11 +70,20 @@ def test_losses_are_those_of_whole_sequences(runs, found, expected):
     assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=quantized * 2.0**-6)
 
 
-def test_resumes_and_recomputes_bit_for_bit(runs):
-    resumed = numbers(runs, "mixed_resumed")
+@pytest.mark.parametrize("name", ["mixed", "dropout"])
+def test_resumes_and_recomputes_bit_for_bit(runs, name):
+    resumed = numbers(runs, f"{name}_resumed")
     assert sorted(resumed) == [3, 4]
-    for name in ("mixed_resumed", "mixed_recomputed"):
-        same(numbers(runs, name), numbers(runs, "mixed_cp2"))
+    for found in (resumed, numbers(runs, f"{name}_recomputed")):
+        same(found, numbers(runs, f"{name}_cp2"))
+
+
+@pytest.mark.parametrize("name, plain", [("dropout_cp2", "mixed_cp2"), ("dropout_tp2_cp2", "bf16_tp2_cp2")])
+def test_dropout_acts_and_trains(runs, name, plain):
+    """A tenth of 64 activations, and of the attention's weights, left out moves a loss of about ln 128, but not far."""
+    found, without = numbers(runs, name), numbers(runs, plain)
+    assert 0 < abs(found[1]["loss"] - without[1]["loss"]) < 0.1 * without[1]["loss"]
+    assert found[ITERATIONS]["loss"] < found[1]["loss"]
 
 
 def test_what_is_not_supported_beside_it_is_refused(runs):
