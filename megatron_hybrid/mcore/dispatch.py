@@ -74,6 +74,11 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
 
     @classmethod
     def adopt(cls, dispatcher: MoEAlltoAllTokenDispatcher, linear) -> None:
+        if linear.weight is None:
+            raise PlanError(
+                f"{linear.hq[0].label}: the recipe says `dispatch: quantized` beside `weights: quantized`, with which experts "
+                "run one after another; leave one out"
+            )
         shape = tuple(linear.weight.shape[1:])
         for step in (None, *linear.hq[0].recipe.change_steps()):
             check([r.build(r.recipe, linear.weight.device, step) for r in linear.hq], shape)

@@ -1,7 +1,7 @@
 """Grouped experts in Megatron's checkpoints: one tensor an expert, under the keys of its `SequentialMLP`.
 
-The parameter is one (E, N, K) tensor; a factory takes it apart for saving and puts it together after loading. The
-optimizer applies the same factory to its own state. Any number of expert-parallel and expert-tensor-parallel ranks
+The parameter is one (E, N, K) tensor; a factory takes it apart for saving and puts it together after loading. Weights that
+live quantized are an expert's own, under the same keys. The optimizer applies the same factory to its own state. Any number of expert-parallel and expert-tensor-parallel ranks
 may load what any other number saved.
 """
 
@@ -25,28 +25,38 @@ def sharded(module, name: str, prefix: str, offsets: tuple, metadata: dict | Non
     singleton = (metadata or {}).get("singleton_local_shards", False)
     stem = f"{prefix}experts.{_EXPERT}.{name}." if singleton else f"{prefix}experts.{name}."
     rows = 0 if module.sharded_rows else 1  # the sharded axis of one expert's matrix
-    tensors = {f"{prefix}{name}.weight": _factory(module, f"{stem}weight", module.weight, rows, offsets, singleton)}
+    key = f"{stem}weight"
+    if module.weight is not None:
+        tensors = {f"{prefix}{name}.weight": _factory(module, key, module.weight, rows, offsets, singleton)}
+    else:
+        tensors = {
+            f"{prefix}{name}.weight{e}": _factory(module, key, weight, rows, offsets, singleton, expert=e)
+            for e, weight in enumerate(module.weights())
+        }
     if module.bias is not None:
         axis = 0 if module.sharded_rows else None
         tensors[f"{prefix}{name}.bias"] = _factory(module, f"{stem}bias", module.bias, axis, offsets, singleton)
     return tensors | _extra_states(module, name, prefix, stem, offsets, singleton) | _histories(module, name, prefix, offsets)
 
 
-def _factory(module, key: str, data, axis: int | None, offsets: tuple, singleton: bool) -> ShardedTensorFactory:
+def _factory(module, key: str, data, axis, offsets: tuple, singleton: bool, expert=None) -> ShardedTensorFactory:
+    """axis: that of an expert's tensor that ranks split, or None. expert: local number of the one whose tensor `data` is,
+    None for the stack of all."""
     rank = get_pg_rank(module.tp_group)
     replica = (0, 0 if axis is not None else rank, get_pg_rank(module.groups.expt_dp))
     gated = module.config.gated_linear_unit and module.sharded_rows
-    build = partial(_build, module, axis, gated, offsets, singleton)
-    return ShardedTensorFactory(key, data, build, partial(_merge, gated), replica)
+    build = partial(_build, module, axis, gated, offsets, singleton, expert)
+    return ShardedTensorFactory(key, data, build, partial(_merge, gated, expert is None), replica)
 
 
 @torch.no_grad()
-def _build(module, axis, gated, offsets, singleton, key, data, replica_id, flattened_range):
+def _build(module, axis, gated, offsets, singleton, expert, key, data, replica_id, flattened_range):
     """The experts' tensors; a gated one as two, gate and rest, which ranks split apart."""
     assert flattened_range is None, "flattened expert tensors are not supported"
+    experts = data.unbind() if expert is None else [data]
     return [
-        _expert(module, expert, tensor, axis, gated, offsets, singleton, key, replica_id)
-        for expert, tensor in enumerate(data.unbind(), module.first_expert)
+        _expert(module, number, tensor, axis, gated, offsets, singleton, key, replica_id)
+        for number, tensor in enumerate(experts, module.first_expert + (expert or 0))
     ]
 
 
@@ -73,8 +83,9 @@ def _tensor(where, replica_id, key, data, *split):
 
 
 @torch.no_grad()
-def _merge(gated: bool, experts: list) -> torch.Tensor:
-    return torch.stack([torch.cat(parts) for parts in experts] if gated else experts)
+def _merge(gated: bool, stacked: bool, experts: list) -> torch.Tensor:
+    experts = [torch.cat(parts) for parts in experts] if gated else experts
+    return torch.stack(experts) if stacked else experts[0]
 
 
 def _extra_states(module, name: str, prefix: str, stem: str, offsets: tuple, singleton: bool) -> dict:

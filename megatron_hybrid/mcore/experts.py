@@ -18,19 +18,20 @@ from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupe
 from megatron.core.utils import divide, get_pg_rank, get_pg_size
 
 from ..distributed.tp import TensorParallel, column_index_maps, column_sharding, row_index_maps, row_sharding
+from ..expert_weights import HoldsExpertWeights
 from ..grouped import ExpertRuntimes
 from ..plan import PlanError
 from ..scaling import Pieces
 from ..sharding import Sharding
-from ..weights import lives_quantized
 from . import expert_checkpoint
 from .modules import expert_role
 from .recipe_hook import carried
 from .weight_window import WeightWindow
 
 
-class HybridGroupedParallelLinear(WeightWindow, torch.nn.Module):
-    """`y[e] = x[e] @ w[e].T` for the experts of this rank; the weight is (E, N, K), each expert a shard of the whole.
+class HybridGroupedParallelLinear(WeightWindow, HoldsExpertWeights, torch.nn.Module):
+    """`y[e] = x[e] @ w[e].T` for the experts of this rank; the weight is (E, N, K), each expert a shard of the whole, or a
+    parameter an expert where weights live quantized.
 
     Arguments are Megatron's for `TEGroupedLinear`. The bias (E, N) is added here, or with `skip_bias_add` handed back.
 
@@ -109,17 +110,14 @@ class HybridGroupedParallelLinear(WeightWindow, torch.nn.Module):
         self.hq = ExpertRuntimes(
             recipe, role, self.num_gemms, self.weight.device, weight_rows=self.output_size, sharding=self.sharding()
         )
-        for runtime in self.hq:
-            if lives_quantized(runtime):
-                raise PlanError(
-                    f"module {runtime.label}: the weights of Megatron's experts cannot live quantized yet; leave them alone "
-                    "by a rule, or give a recipe with `weights: high_precision`"
-                )
         self.hq.make_weight_caches()
         maps = self.index_maps()
         for runtime in self.hq:
             runtime.index_maps = maps
             runtime.ranks = None if runtime.sharding is None else TensorParallel(self.tp_group)
+        self.hold_expert_weights(preserve=True)  # masters start from it
+        for weight in self.weights() if self.weight is None else ():
+            weight.partition_dim -= 1  # of a matrix, no longer of all experts' stack
 
     @property
     def pieces(self) -> int:
@@ -143,16 +141,12 @@ class HybridGroupedParallelLinear(WeightWindow, torch.nn.Module):
         where = get_pg_rank(self.tp_group), get_pg_size(self.tp_group), self.input_size, self.output_size
         return column_index_maps(*where, self.pieces) if self.sharded_rows else row_index_maps(*where)
 
-    def weight_of(self, local_expert: int) -> torch.Tensor:
-        """One expert's (N, K)."""
-        return self.weight[local_expert]
-
     def forward(self, x: torch.Tensor, m_splits):
         """x (T, K), m_splits: rows of each expert, a list or an int tensor -> (y (T, N), bias (E, N) or None)."""
         if "hq" not in self._modules:
             raise PlanError(f"{type(self).__name__}: used before Megatron called finish_init")
         bias = None if self.skip_bias_add else self.bias
-        y = self.hq(x, self.weight, bias, m_splits, training=self.training)
+        y = self.multiply(x, bias, m_splits)
         return y, self.bias if self.skip_bias_add else None
 
     def backward_dw(self) -> None:
@@ -164,7 +158,7 @@ class HybridGroupedParallelLinear(WeightWindow, torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def extra_repr(self) -> str:
-        return f"{self.num_gemms} x ({self.weight.shape[2]}, {self.weight.shape[1]}), bias={self.use_bias}"
+        return f"{self.num_gemms} x ({self.weights()[0].shape[1]}, {self.weights()[0].shape[0]}), bias={self.use_bias}"
 
 
 class HybridGroupedColumnLinear(HybridGroupedParallelLinear):

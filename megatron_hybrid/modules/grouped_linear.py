@@ -6,15 +6,15 @@ import math
 
 import torch
 
+from ..expert_weights import HoldsExpertWeights
 from ..grouped import ExpertRuntimes
 from ..grouped_at_once import GroupedPlan
-from ..plan import PAYLOAD, WEIGHT, GemmPlan
+from ..plan import PAYLOAD, GemmPlan
 from ..roles import GROUPED_LINEAR, ModuleRole
-from ..tensor import HybridTensor
-from ..weights import HoldsWeight, lives_quantized, module_recipe
+from ..weights import module_recipe
 
 
-class HybridGroupedLinear(HoldsWeight, torch.nn.Module):
+class HybridGroupedLinear(HoldsExpertWeights, torch.nn.Module):
     """`num_gemms` linears over contiguous row groups: `y[group e] = x[group e] @ weight[e].T + bias[e]`.
 
     weight: one (E, N, K) parameter. Weights that live quantized are a parameter (N, K) an expert instead, ``weight0``
@@ -42,29 +42,7 @@ class HybridGroupedLinear(HoldsWeight, torch.nn.Module):
             self.weight.device, weight_rows=out_features, backend=backend, save_input=save_input,
         )  # fmt: skip
         self.reset_parameters()
-        if any(lives_quantized(runtime) for runtime in self.hq):
-            self._one_weight_an_expert()
-
-    def _one_weight_an_expert(self) -> None:
-        """Replace the (E, N, K) parameter, and quantize those whose plans say so."""
-        whole, self.weight = self.weight, None
-        for e, runtime in enumerate(self.hq):
-            first_row = runtime.role.expert * self.out_features
-            runtime.index_maps[WEIGHT] = (first_row, 0, self.in_features)
-            self.register_parameter(f"weight{e}", torch.nn.Parameter(whole.detach()[e].clone()))
-        self.hold_weight()
-
-    def held_weights(self) -> list[tuple]:
-        """(parameter's name, runtime) of the weights that live quantized, one an expert."""
-        if self._modules.get("hq") is None or self.weight is not None:
-            return []
-        return [(f"weight{e}", runtime) for e, runtime in enumerate(self.hq)]
-
-    def weights(self) -> list[torch.Tensor]:
-        """The weight (N, K) of every expert."""
-        if self.weight is not None:
-            return list(self.weight)
-        return [self._parameters[f"weight{e}"] for e in range(self.num_gemms)]
+        self.hold_expert_weights()
 
     def reset_parameters(self) -> None:
         """`torch.nn.Linear`'s initialisation of every expert; delayed scales start anew."""
@@ -82,13 +60,9 @@ class HybridGroupedLinear(HoldsWeight, torch.nn.Module):
         if self.bias is not None:
             torch.nn.init.uniform_(self.bias, -bound, bound)
 
-    @property
-    def _device(self) -> torch.device:
-        return (self.weight0 if self.weight is None else self.weight).device
-
     def plans(self) -> list[GemmPlan]:
         """One an expert."""
-        return self.hq.plans(self._device)
+        return self.hq.plans(self.weight_device)
 
     @property
     def how(self) -> GroupedPlan | str:
@@ -103,20 +77,7 @@ class HybridGroupedLinear(HoldsWeight, torch.nn.Module):
         """x (T, K); m_splits: rows of each group, a list or an int32 tensor (E,). Raises ``ValueError`` when they
         are not `num_gemms` non-negative numbers that add up to T; on a GPU they stay there, unread (with quantized
         weights they are read)."""
-        if self.weight is None:
-            return self.hq.each(x, self.weights(), self.bias, m_splits, training=self.training)
-        return self.hq(x, self.weight, self.bias, m_splits, training=self.training)
-
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
-        """Takes one weight for all experts, or one an expert, whichever this module has."""
-        whole, each = f"{prefix}weight", [f"{prefix}weight{e}" for e in range(self.num_gemms)]
-        if self.weight is None and whole in state_dict:
-            state_dict.update(zip(each, state_dict.pop(whole).unbind()))
-        elif self.weight is not None and whole not in state_dict and all(key in state_dict for key in each):
-            parts = [state_dict.pop(key) for key in each]
-            plain = [p.dequantize(dtype=p.dtype) if isinstance(p, HybridTensor) else p for p in parts]
-            state_dict[whole] = torch.stack(plain)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        return self.multiply(x, self.bias, m_splits)
 
     def extra_repr(self) -> str:
         return f"{self.num_gemms} x ({self.in_features}, {self.out_features}), bias={self.bias is not None}"

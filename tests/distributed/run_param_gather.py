@@ -65,10 +65,10 @@ def check_bytes_in_groups_of_2_3_and_4():
                 assert equal(p.rowwise, expected.rowwise) and equal(p.columnwise, expected.columnwise), (size, row, col)
 
 
-def training(chosen, *, tp=1, clip=0.0, **ddp):
+def training(chosen, *, tp=1, ep=1, clip=0.0, make=build, **ddp):
     """DDP, optimizer and driver of the tiny model, data parallel over the ranks that are not tensor parallel."""
-    parallel(tp=tp)
-    model = build(chosen)
+    parallel(tp=tp, ep=ep)
+    model = make(chosen)
     hooks = driver.attach([model.module], seed=1)
     overlap = {key: True for key in ddp if key.startswith("overlap")}
     wrapped = DistributedDataParallel(
@@ -99,24 +99,36 @@ def step(run, i: int) -> float:
 
 
 def whole_masters(model) -> dict[str, torch.Tensor]:
-    """The FP32 masters of all quantized weights, put together from every rank's shard."""
-    mine = {n: p.main_param for n, p in model.named_parameters() if getattr(p, "main_param", None) is not None}
-    group = mpu.get_data_parallel_group()
-    shards = [None] * group.size()
-    ranges = {}
-    for bucket_group in model.bucket_groups:
-        gather = getattr(bucket_group, GATHER, None)
-        for i, p in enumerate(gather.params if gather is not None else ()):
-            ranges[id(p)] = [r[i] for r in gather.ranges]
-    dist.all_gather_object(shards, {n: t.detach() for n, t in mine.items()}, group=group)
+    """The FP32 masters of all quantized weights, put together from the shards of the ranks that share them."""
+    names = {id(p): n for n, p in model.named_parameters()}
     found = {}
-    for name, p in model.named_parameters():
-        if isinstance(p, mh.HybridTensor):
+    for bucket_group in model.bucket_groups + model.expert_parallel_bucket_groups:
+        if (gather := getattr(bucket_group, GATHER, None)) is None:
+            continue
+        shards = [None] * gather.world
+        mine = [None if master is None else master.detach() for master in gather.masters]
+        dist.all_gather_object(shards, mine, group=gather.group)
+        for i, p in enumerate(gather.params):
             flat = torch.empty(p.numel())
-            for shard, (a, b) in zip(shards, ranges[id(p)]):
-                flat[a:b] = shard[name] if b > a else flat[a:b]
-            found[name] = flat.view(p.shape)
+            for shard, ranges in zip(shards, gather.ranges):
+                a, b = ranges[i]
+                flat[a:b] = shard[i] if b > a else flat[a:b]
+            found[names[id(p)]] = flat.view(p.shape)
     return found
+
+
+def assert_masters_are_cast(run, before: dict, note) -> None:
+    """Every weight has moved; the payloads of all quantized ones are `cast(master)`, with the modules' scales."""
+    parameters = dict(run[0].named_parameters())
+    for n, master in whole_masters(run[0]).items():
+        weight = parameters[n]
+        owner = weight._stale.owner
+        expected = weight.detach().clone().update(owner.rounded(master, weight.dtype), **owner.keys(weight.device))
+        assert equal(weight.rowwise, expected.rowwise) and equal(weight.columnwise, expected.columnwise), (note, n)
+    for n, p in parameters.items() if before else ():
+        old = before[n]
+        moved = p.rowwise.qdata.ne(old.rowwise.qdata) if isinstance(p, mh.HybridTensor) else p.ne(old)
+        assert moved.any(), (note, n)
 
 
 def check_after_a_step_the_bytes_are_the_whole_master_s():
@@ -132,16 +144,7 @@ def check_after_a_step_the_bytes_are_the_whole_master_s():
             for p in run[0].parameters() if i == 1 else ():  # other memory from now on: never write to the old
                 if isinstance(p, mh.HybridTensor):
                     p.data = p.detach().clone()
-            for n, master in whole_masters(run[0]).items():
-                weight = dict(run[0].named_parameters())[n]
-                keys = weight._stale.owner.keys(weight.device)
-                source = master.bfloat16() if cast == "param_dtype" else master
-                expected = weight.detach().clone().update(source, **keys)
-                assert equal(weight.rowwise, expected.rowwise) and equal(weight.columnwise, expected.columnwise), (name, n)
-        for n, p in run[0].named_parameters():
-            old = before[n]
-            moved = p.rowwise.qdata.ne(old.rowwise.qdata) if isinstance(p, mh.HybridTensor) else p.ne(old)
-            assert moved.any(), (name, gather, n)
+            assert_masters_are_cast(run, before if i == 2 else {}, (name, gather, i))
         quantized = [p for p in run[0].parameters() if isinstance(p, mh.HybridTensor)]
         assert quantized and all(p.get_high_precision_init_val() is None for p in quantized)
 

@@ -1,0 +1,78 @@
+"""The weights of a grouped linear: one (E, N, K) parameter, or one (N, K) an expert where any of them lives quantized.
+
+An expert has formats, scales and column blocks of its own, which one matrix of all experts does not hold.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .grouped import ExpertRuntimes
+from .plan import WEIGHT
+from .runtime import shifted
+from .tensor import HybridTensor
+from .weights import HoldsWeight, lives_quantized
+
+
+class HoldsExpertWeights(HoldsWeight):
+    """What a grouped linear adds for weights that may live quantized.
+
+    weight      (E, N, K), or None where there are ``weight0``, ``weight1``, ... (N, K) instead
+    hq          one runtime an expert
+    """
+
+    num_gemms: int
+    hq: ExpertRuntimes
+
+    def hold_expert_weights(self, *, preserve: bool = False) -> None:
+        """Where a plan says that a weight is to live quantized: one parameter an expert, quantized or not, with the
+        attributes of the one for all. Once, at the end of building, after index maps are set, which then count an
+        expert's rows in all experts'. preserve: see `hold_weight`."""
+        if not any(lives_quantized(runtime) for runtime in self.hq):
+            return
+        whole, self.weight = self.weight, None
+        for runtime in self.hq:
+            shard = runtime.index_maps.get(WEIGHT, (0, 0, whole.shape[2]))
+            place = shifted(shard, runtime.role.expert * self.hq.weight_rows)
+            runtime.index_maps = {**runtime.index_maps, WEIGHT: place}
+        for e, value in enumerate(whole.detach()):
+            parameter = torch.nn.Parameter(value.clone(), requires_grad=whole.requires_grad)
+            parameter.__dict__.update(whole.__dict__)
+            self.register_parameter(f"weight{e}", parameter)
+        self.hold_weight(preserve=preserve)
+
+    def held_weights(self) -> list[tuple]:
+        """(parameter's name, runtime) of the weights that live quantized, one an expert."""
+        if self._modules.get("hq") is None or self.weight is not None:
+            return []
+        return [(f"weight{e}", runtime) for e, runtime in enumerate(self.hq)]
+
+    def weights(self) -> list[torch.Tensor]:
+        """The weight (N, K) of every expert."""
+        return [self.weight_of(e) for e in range(self.num_gemms)]
+
+    def weight_of(self, local_expert: int) -> torch.Tensor:
+        """One expert's (N, K)."""
+        return self._parameters[f"weight{local_expert}"] if self.weight is None else self.weight[local_expert]
+
+    @property
+    def weight_device(self) -> torch.device:
+        """Where the weights are."""
+        return (self._parameters["weight0"] if self.weight is None else self.weight).device
+
+    def multiply(self, x: torch.Tensor, bias, m_splits) -> torch.Tensor:
+        """`ExpertRuntimes.forward`, or `.each` over quantized weights: they run one after another."""
+        if self.weight is None:
+            return self.hq.each(x, self.weights(), bias, m_splits, training=self.training)
+        return self.hq(x, self.weight, bias, m_splits, training=self.training)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        """Takes one weight for all experts, or one an expert, whichever this module has."""
+        whole, each = f"{prefix}weight", [f"{prefix}weight{e}" for e in range(self.num_gemms)]
+        if self.weight is None and whole in state_dict:
+            state_dict.update(zip(each, state_dict.pop(whole).unbind()))
+        elif self.weight is not None and whole not in state_dict and all(key in state_dict for key in each):
+            parts = [state_dict.pop(key) for key in each]
+            plain = [p.dequantize(dtype=p.dtype) if isinstance(p, HybridTensor) else p for p in parts]
+            state_dict[whole] = torch.stack(plain)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
