@@ -14,12 +14,25 @@ from run_param_gather import TILES, WORLD, assert_masters_are_cast, recipe, step
 
 import megatron_hybrid as mh
 from megatron_hybrid import patches
+from megatron_hybrid.mcore import driver
 
-LIVES = dict(weights="quantized", param_gather="both")
-EXPERTS = 4
-# recipe, param_gather, master_cast: every kind of scale
+EXPERTS, STEPS = 4, 30
+MIXED_EXPERTS = {
+    "version": 1, "name": "mixed", "defaults": "mxfp8_e4m3",
+    "rules": [
+        {"match": {"experts": "1:2"}, "use": "high_precision"},
+        {"match": {"experts": "2:"}, "use": {"fprop": "fp8_rowwise_e4m3", "dgrad": "fp8_delayed_e4m3:history=3"}},
+    ],
+}  # fmt: skip
+# recipe, param_gather, master_cast, EP, grouped or one by one: every kind of scale
 RUNS = [
-    ("mxfp8", "both", "fp32"), ("fp8_block", "both", "param_dtype"),
+    *(("mxfp8", "both", "fp32", ep, grouped) for ep in (1, 2) for grouped in (True, False)),
+    ("fp8_block", "both", "param_dtype", 1, True), ("fp8_block", "both", "fp32", 2, False),
+    ("fp8_delayed", "both", "param_dtype", 2, True), ("fp8_delayed", "high_precision", "fp32", 1, False),
+    ("fp8_current", "rowwise", "fp32", 1, True), ("fp8_rowwise", "both", "fp32", 2, True),
+    ("mxfp8_fprop_nvfp4_bwd", "both", "fp32", 1, True), ("nvfp4_fprop_mxfp8_bwd", "high_precision", "fp32", 2, True),
+    ("nvfp4_rowscaled_fprop_mxfp8_bwd", "both", "fp32", 2, True), (TILES, "rowwise", "fp32", 2, True),
+    (MIXED_EXPERTS, "both", "fp32", 1, True), (MIXED_EXPERTS, "both", "fp32", 2, False),
 ]  # fmt: skip
 
 
@@ -28,20 +41,60 @@ def experts(grouped: bool):
 
 
 def check_after_a_step_the_bytes_are_the_whole_master_s():
-    """P52, c45: grouped and one by one, over 1, 2 and all of the expert-data-parallel ranks; every weight moves."""
-    for ep in (1, 2):
-        for grouped in (True, False):
-            for name, gather, cast in RUNS:
-                chosen = recipe(name, weights="quantized", param_gather=gather, master_cast=cast)
-                run = training(chosen, ep=ep, make=experts(grouped), clip=1.0)
-                before = {n: p.detach().clone() for n, p in run[0].named_parameters()}
-                for i in (1, 2):
-                    step(run, i)
-                    assert_masters_are_cast(run, before if i == 2 else {}, (name, gather, ep, grouped, i))
-                mine = {n: p for n, p in run[0].named_parameters() if ".experts." in n}
-                assert len(mine) == 2 * EXPERTS // ep and all(isinstance(p, mh.HybridTensor) for p in mine.values())
-                assert mine.keys() <= whole_masters(run[0]).keys()
-                assert all(p.get_high_precision_init_val() is None for p in mine.values())
+    """P52, c45: grouped and one by one, over the ranks that hold an expert; every weight moves."""
+    for name, gather, cast, ep, grouped in RUNS:
+        run = training(recipe(name, weights="quantized", param_gather=gather, master_cast=cast),
+                       ep=ep, make=experts(grouped), clip=1.0)  # fmt: skip
+        before = {n: p.detach().clone() for n, p in run[0].named_parameters()}
+        for i in (1, 2):
+            step(run, i)
+            assert_masters_are_cast(run, before if i == 2 else {}, (name, gather, ep, grouped, i))
+        mine = {n: p for n, p in run[0].named_parameters() if ".experts." in n}
+        quantized = [n for n, p in mine.items() if isinstance(p, mh.HybridTensor)]
+        assert len(mine) == 2 * EXPERTS // ep, list(mine)
+        left = {"mixed": [1]}.get(run[2].controller.runtimes[0].recipe.name, [])  # in high precision, of all experts
+        first = mpu.get_expert_model_parallel_rank() * EXPERTS // ep
+        assert len(mine) - len(quantized) == 2 * sum(first <= e < first + EXPERTS // ep for e in left), quantized
+        assert set(quantized) <= whole_masters(run[0]).keys()
+        assert all(mine[n].get_high_precision_init_val() is None for n in quantized)
+
+
+def losses_of(chosen, steps: int, *, ep: int, grouped=True, **ddp) -> list[float]:
+    run = training(chosen, ep=ep, make=experts(grouped), **ddp)
+    return [step(run, i) for i in range(1, steps + 1)]
+
+
+def check_losses_are_those_of_bf16_parameters():
+    """P56: `master_cast: param_dtype`, no difference at all; with overlap, one by one, and with delayed scales, too."""
+    overlap = dict(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20000)
+    lives = dict(weights="quantized", param_gather="both", master_cast="param_dtype")
+    ep = WORLD // 2  # two ranks hold an expert: a sum of two gradients has one order
+    plain = losses_of(recipe("mxfp8"), STEPS, ep=ep)
+    assert losses_of(recipe("mxfp8", **lives), STEPS, ep=ep) == plain
+    assert losses_of(recipe("mxfp8", **lives), 5, ep=ep, **overlap) == plain[:5]
+    one_by_one = losses_of(recipe("mxfp8"), 5, ep=ep, grouped=False)  # drawn in another order
+    assert losses_of(recipe("mxfp8", **lives), 5, ep=ep, grouped=False) == one_by_one
+    assert sum(plain[-10:]) < sum(plain[:10])
+    delayed = losses_of(recipe("fp8_delayed"), 10, ep=ep)
+    for gather in ("both", "high_precision"):
+        assert losses_of(recipe("fp8_delayed", **{**lives, "param_gather": gather}), 10, ep=ep) == delayed
+
+
+def check_step_rules_cast_from_the_split_masters():
+    rules = [{"match": {"steps": "2:", "experts": ":3"}, "use": {"fprop": "fp8_block_e4m3:2d", "dgrad": "nvfp4"}}]
+    fields = dict(mh.Recipe.load("mxfp8").to_dict(), rules=rules)
+    lives = {"weights": "quantized", "param_gather": "both", "master_cast": "param_dtype"}
+    losses = [[], []]
+    for more, found in zip(({}, lives), losses):
+        run = training(mh.Recipe.from_dict({**fields, **more}), ep=WORLD // 2, make=experts(True))
+        for i in range(1, 5):
+            run[2].controller.begin_step(i)
+            for gather in driver.gathers(run[2].controller.runtimes):
+                gather.follow_formats()
+            found.append(step(run, i))
+    assert losses[0] == losses[1]
+    weight = run[0].module.module.decoder.layers[0].mlp.experts.linear_fc1.weight0
+    assert (str(weight.rowwise.format), str(weight.columnwise.format)) == ("fp8_block_e4m3:2d", "nvfp4")
 
 
 def main() -> None:

@@ -94,7 +94,7 @@ def step(run, i: int) -> float:
     loss.backward()
     model.finish_grad_sync()
     optimizer.step()
-    hooks.controller.end_step(hooks.group)
+    hooks.controller.end_step(hooks.group, hooks.expert_groups)
     return loss.item()
 
 
