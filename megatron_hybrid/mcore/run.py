@@ -53,6 +53,7 @@ def after_validation(args, recipe: Recipe) -> None:
     device = training_device(args.local_rank)
     shape = ModelShape.of(vars(args), "the arguments")
     at_step = plans_by_step(recipe, config, device, shape)
+    validation.check_param_gather(recipe, at_step)
     if args.hq_explain:
         for part in explained(at_step, shape):
             _say(args, part)

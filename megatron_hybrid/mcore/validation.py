@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..data import check_data_paths
+from ..distributed.param_gather import HIGH_PRECISION
+from ..plan import WEIGHT, PlanError
 from .errors import UserError
 
 RECIPES_MODULE = "megatron_hybrid.mcore.recipes"
@@ -107,6 +109,24 @@ def check_quantized_weights(args, recipe) -> None:
     for attribute, flag in _NOT_BESIDE_QUANTIZED_WEIGHTS.items():
         if getattr(args, attribute, False):
             raise UserError(f"{what} beside {flag} is not supported; leave one out")
+
+
+def check_param_gather(recipe, at_step: dict[int, dict]) -> None:
+    """Refuse weights that live quantized in a format whose bytes cannot be cast share by share, at any step.
+
+    at_step: plans by step and name. Raises `PlanError` naming the module.
+    """
+    if recipe.weights != "quantized" or recipe.param_gather == HIGH_PRECISION:
+        return
+    for plan in (plan for plans in at_step.values() for plan in plans.values()):
+        quantizer = plan.quantizers[WEIGHT]
+        row, column = quantizer.formats()
+        for fmt in (row,) if quantizer.derives_columnwise else (row, column):
+            if fmt.rht:
+                raise PlanError(
+                    f"{plan.label}: its weight lives quantized as {fmt}, whose Hadamard transform mixes elements that several "
+                    "ranks hold; give the recipe `param_gather: high_precision`, or leave `rht` out of weights"
+                )
 
 
 def check_ranks(args) -> None:
