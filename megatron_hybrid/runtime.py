@@ -211,11 +211,16 @@ class LinearRuntime(torch.nn.Module):
             buffer.fill_(1.0 if name.endswith("_scale") else 0.0)
 
     def load_states_first(self, state_dict: dict, prefix: str) -> None:
-        """Take over scales and histories of a state dict before the weight is loaded, whose cast reads them."""
+        """Take over scales and histories of a state dict before the weight is loaded, whose cast reads them.
+
+        That cast records the amax of what it reads, which a checkpoint's decode may have larger than the run had: the
+        state dict, which may hold these very buffers, keeps the values that are loaded over it afterwards.
+        """
         for name, buffer in self._buffers.items():
             loaded = state_dict.get(prefix + name)
             if loaded is not None and loaded.shape == buffer.shape and not buffer.is_meta:
                 buffer.copy_(loaded)
+                state_dict[prefix + name] = loaded.clone()
 
     def quantizes_weight(self) -> bool:
         """Whether the plan quantizes the weight in any direction."""

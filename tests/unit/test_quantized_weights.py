@@ -388,3 +388,16 @@ def test_delayed_scales_of_a_file_stay():
     with mh.quantized_model_init("fp8_delayed", preserve_high_precision_init_val=True):
         kept = linear(None)
     assert kept.hq.weight_states()[0].scale == 1
+
+
+def test_p38_histories_survive_a_load_of_the_buffers_themselves():
+    """A checkpoint may be read in place: the state dict holds the module's own buffers. The decode that is loaded with
+    them has a larger amax than was recorded; it must not stay."""
+    module = linear(recipe("fp8_rowwise_e4m3", DELAYED, DELAYED, top={"weights": "quantized"}))
+    with torch.no_grad():
+        module.weight.copy_(randn(N, K))
+    state = dict(module.state_dict())
+    state["weight"] = 2 * module.weight.detach().dequantize(dtype=torch.bfloat16)
+    before = [buffer.clone() for buffer in module.buffers()]
+    module.load_state_dict(state)
+    assert_same(list(module.buffers()), before)
