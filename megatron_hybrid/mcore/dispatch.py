@@ -27,10 +27,12 @@ from .experts import HybridGroupedMLP
 QUANTIZED = "quantized"
 
 
-def refuse_unsupported(config) -> None:
+def refuse_unsupported(config, recipe) -> None:
     """Raise `UserError` for what a quantized dispatch cannot do."""
+    one_by_one = "`dispatch: quantized` beside `weights: quantized` is not supported, as such experts run one after another"
     reasons = {
         "the recipe says `dispatch: quantized`, but there are no experts": config.num_moe_experts is None,
+        one_by_one: recipe.weights == QUANTIZED,
         "`dispatch: quantized` needs --moe-grouped-gemm": not config.moe_grouped_gemm,
         "`dispatch: quantized` needs --moe-token-dispatcher-type alltoall": config.moe_token_dispatcher_type != "alltoall",
         "`dispatch: quantized` beside --moe-shared-expert-overlap is not supported": config.moe_shared_expert_overlap,
@@ -74,11 +76,6 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
 
     @classmethod
     def adopt(cls, dispatcher: MoEAlltoAllTokenDispatcher, linear) -> None:
-        if linear.weight is None:
-            raise PlanError(
-                f"{linear.hq[0].label}: the recipe says `dispatch: quantized` beside `weights: quantized`, with which experts "
-                "run one after another; leave one out"
-            )
         shape = tuple(linear.weight.shape[1:])
         for step in (None, *linear.hq[0].recipe.change_steps()):
             check([r.build(r.recipe, linear.weight.device, step) for r in linear.hq], shape)

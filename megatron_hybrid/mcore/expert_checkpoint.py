@@ -1,8 +1,8 @@
 """Grouped experts in Megatron's checkpoints: one tensor an expert, under the keys of its `SequentialMLP`.
 
 The parameter is one (E, N, K) tensor; a factory takes it apart for saving and puts it together after loading. Weights that
-live quantized are an expert's own, under the same keys. The optimizer applies the same factory to its own state. Any number of expert-parallel and expert-tensor-parallel ranks
-may load what any other number saved.
+live quantized are an expert's own, under the same keys. The optimizer applies the same factory to its own state. Any
+number of expert-parallel and expert-tensor-parallel ranks may load what any other number saved.
 """
 
 from __future__ import annotations

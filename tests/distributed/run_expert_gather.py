@@ -10,7 +10,7 @@ import torch.distributed as dist
 from checks import run_checks, start
 from mcore_model_common import mpu
 from mcore_model_experts import moe
-from run_param_gather import TILES, WORLD, assert_masters_are_cast, recipe, step, training, whole_masters
+from run_param_gather import TILES, WORLD, assert_masters_are_cast, recipe, step, tensor_parallel_whole, training, whole_masters
 
 import megatron_hybrid as mh
 from megatron_hybrid import patches
@@ -36,8 +36,8 @@ RUNS = [
 ]  # fmt: skip
 
 
-def experts(grouped: bool):
-    return lambda chosen: moe(chosen, grouped=grouped, num_layers=1)
+def experts(grouped: bool, **changes):
+    return lambda chosen: moe(chosen, grouped=grouped, num_layers=1, **changes)
 
 
 def check_after_a_step_the_bytes_are_the_whole_master_s():
@@ -95,6 +95,28 @@ def check_step_rules_cast_from_the_split_masters():
     assert losses[0] == losses[1]
     weight = run[0].module.module.decoder.layers[0].mlp.experts.linear_fc1.weight0
     assert (str(weight.rowwise.format), str(weight.columnwise.format)) == ("fp8_block_e4m3:2d", "nvfp4")
+
+
+def check_scales_over_expert_tensor_parallel_ranks_are_of_the_whole_weight():
+    """ETP 2: at the start and after a step every shard has the codes and scales of the whole weight, cut."""
+    whole_blocks = dict(sequence_parallel=True, moe_ffn_hidden_size=128)  # 64 columns a rank
+    for name, gather, grouped in (
+        ("fp8_current", "both", True), ("mxfp8_fprop_nvfp4_bwd", "both", False), ("mxfp8_fprop_nvfp4_bwd", "both", True),
+        ("fp8_rowwise", "high_precision", True),
+    ):  # fmt: skip
+        run = training(recipe(name, weights="quantized", param_gather=gather), tp=2, make=experts(grouped, **whole_blocks))
+        parameters = dict(run[0].named_parameters())
+        for i in (0, 1):
+            if i:
+                step(run, i)
+            masters = {n: m for n, m in whole_masters(run[0]).items() if ".experts." in n}
+            assert len(masters) == 2 * EXPERTS
+            for n, master in masters.items():
+                p, dim = parameters[n], int("linear_fc2" in n)
+                whole = p.quantizer.quantize(tensor_parallel_whole(master, dim))
+                for mine, one in ((p.rowwise, whole.rowwise), (p.columnwise, whole.columnwise)):
+                    part = one.dequantize().chunk(2, dim)[mpu.get_expert_tensor_parallel_rank()]
+                    assert torch.equal(mine.dequantize(), part), (name, gather, n, i, mine.direction)
 
 
 def main() -> None:
