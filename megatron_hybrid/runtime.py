@@ -79,6 +79,13 @@ class RandomKeys:
         row = 0 if operand == WEIGHT else self.microbatch
         return Rng.view(self.table(role, operand, device, index_map)[row], own_columns=index_map is None)
 
+    def rng_of_rows(self, role: ModuleRole, operand: str, device, row_ids: torch.Tensor) -> Rng:
+        """The key of whole rows of all replicas' tokens, in the current microbatch: the first replica's counter, and
+        row_ids, int64 (M,), the place of each row among all of them."""
+        values = self.table(role, operand, device)[self.microbatch].clone()
+        values[2] = (values[2] - self.replica) & 0xFFFFFFFF
+        return Rng.view(values, row_ids)
+
 
 class LinearRuntime(torch.nn.Module):
     """Owns the plan of one linear on each device it runs on, and what its casts read.

@@ -2,7 +2,8 @@
 
 For input formats whose scales do not span rows, a row's bytes are the same before and after the dispatch. Columns are
 made from the rows where the experts are, so the recipe must derive them (``columnwise_source: rowwise_dequantized``).
-Gradients travel back in high precision.
+Gradients travel back in high precision. Random bits are drawn for the row's source, its token and which of the token's
+experts it goes to, so they depend neither on where experts are nor on how other tokens are routed.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def adopt(model: list) -> list:
     for chunk in model:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer) and isinstance(layer.experts, HybridGroupedMLP):
-                QuantizedDispatcher.adopt(layer.token_dispatcher, layer.experts.linear_fc1)
+                QuantizedDispatcher.adopt(layer.token_dispatcher, layer.experts.linear_fc1, layer.attn_tp_group)
     return model
 
 
@@ -62,8 +63,6 @@ def check(plans: list[GemmPlan], shape: tuple[int, int]) -> None:
     quantizer, why = first.quantizers[INPUT], why_not(plans, shape)
     if why is None and not quantizer.rowwise.is_quantized:
         why = f"its input is {quantizer.rowwise} in fprop"
-    elif why is None and quantizer.rowwise.sr:
-        why = f"its input is {quantizer.rowwise}, whose random bits follow rows"
     elif why is None and not quantizer.derives_columnwise:
         why = "its input's columns are cast from the original; give `columnwise_source: {input: rowwise_dequantized}`"
     if why is not None:
@@ -71,16 +70,18 @@ def check(plans: list[GemmPlan], shape: tuple[int, int]) -> None:
 
 
 class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
-    """linear: the experts' first linear, whose input the tokens are. sent: bytes handed to the all-to-all so far, and
-    what they would have been in high precision."""
+    """linear: the experts' first linear, whose input the tokens are. attention_tp: the tensor-parallel ranks around the
+    layer, which split a replica's tokens. sent: bytes handed to the all-to-all so far, and what they would have been in
+    high precision."""
 
     @classmethod
-    def adopt(cls, dispatcher: MoEAlltoAllTokenDispatcher, linear) -> None:
+    def adopt(cls, dispatcher: MoEAlltoAllTokenDispatcher, linear, attention_tp) -> None:
         shape = tuple(linear.weight.shape[1:])
         for step in (None, *linear.hq[0].recipe.change_steps()):
             check([r.build(r.recipe, linear.weight.device, step) for r in linear.hq], shape)
         dispatcher.__class__ = cls
         dispatcher.__dict__["linear"] = linear
+        dispatcher.attention_tp = attention_tp
         dispatcher.sent = Counter()
 
     def token_dispatch(self, permutated_local_input_tokens, permuted_probs):
@@ -88,9 +89,36 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
         tokens, linear = permutated_local_input_tokens, self.linear
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
         splits = self.output_splits, self.input_splits
-        call = linear.hq[0].call(linear.weight.device, LOCAL, training=linear.training)
+        call = self._call(tokens)
         travelled = _Dispatch.apply(tokens, call, self.ep_group, splits, self.sent)
         return travelled, all_to_all(self.ep_group, permuted_probs, *splits)
+
+    def _call(self, tokens: torch.Tensor) -> LinearCall:
+        """The call whose input is cast here; stochastic rounding draws for the rows' sources."""
+        hq, device = self.linear.hq[0], self.linear.weight.device
+        call = hq.call(device, LOCAL, training=self.linear.training)
+        if not call.plan.quantizers[INPUT].rowwise.sr:
+            return call
+        rng = hq.keys.rng_of_rows(hq.role, INPUT, device, self.source_rows(tokens.shape[0]))
+        return replace(call, rng=call.rng | {INPUT: rng})
+
+    def source_rows(self, rows: int) -> torch.Tensor:
+        """int64 (rows,): where each row that this rank sends comes from, as token * top-k + slot.
+
+        Tokens are those of a microbatch of all replicas, one after another. A slot counts the experts of lower number
+        that its token goes to.
+        """
+        chosen, token = self.routing_map, self.reversed_local_input_permutation_mapping
+        row = torch.arange(rows, device=token.device)
+        if self.drop_and_pad:
+            expert = row // self.capacity
+        else:
+            expert = torch.searchsorted(chosen.sum(dim=0).cumsum(dim=0), row, right=True)
+        slot = (chosen.cumsum(dim=1) - chosen.long())[token, expert]
+        num_tokens, keys = chosen.shape[0], self.linear.hq[0].keys
+        part, parts = (self.attention_tp.rank(), self.attention_tp.size()) if self.config.sequence_parallel else (0, 1)
+        first = (keys.replica * parts + part) * num_tokens
+        return (first + token) * self.config.moe_router_topk + slot
 
     def dispatch_postprocess(self, global_input_tokens, global_probs):
         """Sorted by expert: tokens, rows of each expert, probabilities."""

@@ -27,21 +27,22 @@ S, B, H, F, LAYERS, VOCAB = 16, 2, 64, 96, 2, 128
 MIXED = "mxfp8_fprop_nvfp4_bwd"
 
 
-def parallel(tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1) -> None:
-    """The process groups of a layout, and the same random numbers.
+def parallel(tp: int = 1, pp: int = 1, ep: int = 1, cp: int = 1, etp: int | None = None) -> None:
+    """The process groups of a layout, and the same random numbers. etp: of experts, `tp` where it is not said.
 
     Groups are kept while the layout stays: gloo starts threads for each, and they outlive Megatron's `destroy`.
     """
     held = mpu.model_parallel_is_initialized() and (
         mpu.get_tensor_model_parallel_world_size(), mpu.get_pipeline_model_parallel_world_size(),
         mpu.get_expert_model_parallel_world_size(), mpu.get_context_parallel_world_size(),
+        mpu.get_expert_tensor_parallel_world_size(),
     )  # fmt: skip
-    if held != (tp, pp, ep, cp):
+    if held != (tp, pp, ep, cp, etp or tp):
         if held:
             mpu.destroy_model_parallel()
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, expert_model_parallel_size=ep,
-            context_parallel_size=cp,
+            context_parallel_size=cp, expert_tensor_parallel_size=etp,
         )  # fmt: skip
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)

@@ -7,14 +7,14 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from mcore_model_common import F, H, bf16, build, config, losses, parallel, rank, summed
+from mcore_model_common import B, F, H, S, bf16, build, config, losses, parallel, rank, summed
 from megatron.core import mpu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from tp_cases import Ranks, close_sum, compare_gemm, partial_sums, recorded_operands
 
 from megatron_hybrid import Recipe
-from megatron_hybrid.mcore import driver
+from megatron_hybrid.mcore import dispatch, driver
 from megatron_hybrid.mcore.experts import HybridGroupedMLP
 from megatron_hybrid.mcore.modules import enumerate_modules
 from megatron_hybrid.mcore.planning import plan_model
@@ -321,6 +321,113 @@ def check_tokens_travel_quantized():
     sent = moe_layers(model)[0].token_dispatcher.sent
     rows = 2 * loss.numel()  # every token goes to two experts
     assert sent == {"quantized": rows * (H // 2 + H // 16 + 4), "high_precision": rows * 2 * H}
+
+
+SR_INPUT = Recipe.from_dict({
+    "version": 1, "name": "random", "defaults": "high_precision", "dispatch": "quantized",
+    "rules": [{"match": {"module_type": "grouped_linear"}, "use": {
+        "fprop": {"input": "nvfp4:row_scaled,sr", "weight": "nvfp4:row_scaled"}, "dgrad": "mxfp8_e4m3", "wgrad": "mxfp8_e4m3",
+        "columnwise_source": {"input": "rowwise_dequantized"}}}],
+})  # fmt: skip
+
+
+def dispatched(recipe, routing=None, *, micro_batches=(0,), backward=False, changes=None, **layout):
+    """A model of one layer after forwards of step 3, what its experts' first linear got, and what left this rank: of
+    each row its source and the payload."""
+    parallel(**layout)
+    settings = dict(num_layers=1, sequence_parallel=layout.get("tp", 1) > 1, expert_tensor_parallel_size=1)
+    model = moe(recipe, **settings, **changes or {})
+    control = driver.attach([model.module], seed=1).controller
+    control.begin_step(3, num_microbatches=2)
+    if routing is not None:
+        for layer in moe_layers(model):
+            layer.router.routing = routing
+    experts, got, sent = moe_layers(model)[0].experts, [], {}
+    experts.linear_fc1.register_forward_pre_hook(lambda module, args: got.append(args[0].detach()))
+
+    def pack(s):
+        ids = moe_layers(model)[0].token_dispatcher.source_rows(s.shape[0])
+        packed = dispatch_pack(s)
+        sent.update(zip(ids.tolist(), packed))
+        return packed
+
+    dispatch_pack, dispatch.pack = dispatch.pack, pack
+    try:
+        for index in micro_batches:
+            control.microbatch(index)
+            loss = losses(model)
+    finally:
+        dispatch.pack = dispatch_pack
+    if backward:
+        loss.sum().backward()
+    return model, got[-1], sent, loss
+
+
+def check_random_bits_of_dispatched_tokens_follow_their_source():
+    """The bytes that arrive are those of a cast after the dispatch with the same keys. A token's bytes depend neither on
+    the number of expert-parallel ranks nor on other tokens' experts; replicas, slots and microbatches draw apart."""
+    model, travelled, sent, _ = dispatched(SR_INPUT, ep=2, backward=True)
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+    after = Recipe.from_dict({**SR_INPUT.to_dict(), "dispatch": "high_precision"})
+    _, tokens, _, _ = dispatched(after, ep=2)
+    dispatcher, hq = moe_layers(model)[0].token_dispatcher, moe_layers(model)[0].experts.linear_fc1.hq[0]
+    ids = dispatcher.source_rows(sum(dispatcher.input_splits)).unsqueeze(1)
+    came = dispatch._exchange(ids, dispatcher.ep_group, dispatcher.output_splits, dispatcher.input_splits)
+    came = came[dispatcher._order(len(came), came.device), 0]
+    key = hq.keys.rng_of_rows(hq.role, "input", tokens.device, came)
+    expected = hq.plan_for(tokens.device).quantize("input", tokens, rowwise=True, rng=key)[0]
+    for name, buffer in expected.buffers().items():
+        assert torch.equal(buffer, travelled.rowwise.buffers()[name]), name
+
+    num, topk = 2 * B * S, 2  # one rank's tokens, of two replicas, to two experts each
+    assert sorted(sent) == list(range(rank() * num // 2 * topk, (rank() + 1) * num // 2 * topk)), sorted(sent)
+    _, _, alone, _ = dispatched(SR_INPUT)  # every rank has every expert
+    assert sent.keys() == alone.keys() and all(torch.equal(sent[source], alone[source]) for source in sent)
+
+
+def check_sources_of_rows_where_tokens_are_dropped_or_padded():
+    """Rows that leave a rank are sorted by expert and then token; after an expert's tokens there may be padding."""
+    capacity = dict(moe_expert_capacity_factor=0.75)
+    for changes in ({}, capacity, {**capacity, "moe_pad_expert_input_to_capacity": True}):
+        d = moe_layers(dispatched(SR_INPUT, changes=changes, ep=2)[0])[0].token_dispatcher
+        chosen, first = d.routing_map, rank() * B * S
+        sizes = [d.capacity] * 4 if d.drop_and_pad else chosen.sum(0).tolist()
+        assert bool(changes) == (chosen.sum() < 2 * B * S), changes
+        for expert, found in enumerate(d.source_rows(sum(sizes)).split(sizes)):
+            token = chosen[:, expert].nonzero()[:, 0]
+            source = (first + token) * 2 + chosen[token, :expert].sum(1)
+            assert torch.equal(found[: len(token)], source), (changes, expert)
+
+
+def check_a_rank_s_share_of_tokens_draws_as_the_whole_would():
+    """Sequence-parallel ranks: sources count through the replica's tokens, whichever rank has them."""
+    _, _, sent, _ = dispatched(SR_INPUT, tp=2, etp=1, ep=2)
+    assert sorted(sent) == list(range(rank() * B * S, (rank() + 1) * B * S))
+
+
+def check_other_tokens_experts_change_no_random_bit():
+    def to(experts_of_odd):
+        def routing(logits, *args, **kwargs):
+            logits = logits.view(-1, logits.shape[-1])
+            chosen = torch.zeros_like(logits, dtype=torch.bool)
+            chosen[0::2, [1, 3]] = True
+            chosen[1::2, experts_of_odd] = True
+            return 0.5 * chosen + 0 * logits, chosen
+
+        return routing
+
+    found = [dispatched(SR_INPUT, to(experts), ep=2)[2] for experts in ([0, 1], [2, 3])]
+    evens = [source for source in found[0] if source // 2 % 2 == 0]
+    assert len(evens) == B * S and all(torch.equal(found[0][source], found[1][source]) for source in evens)
+    first, second = (torch.stack([found[0][source] for source in sorted(evens)][slot::2]) for slot in (0, 1))
+    assert not torch.equal(first, second)  # the same tokens to another expert
+    again, later = (dispatched(SR_INPUT, to([0, 1]), ep=2, micro_batches=m)[2] for m in ((0, 1, 0), (0, 1)))
+    assert all(torch.equal(found[0][source], again[source]) for source in again)
+    assert any(not torch.equal(found[0][source], later[source]) for source in later)
+    mine = torch.stack([found[0][source] for source in sorted(found[0])])
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine)
+    assert not torch.equal(*both)  # both replicas have the same tokens
 
 
 def check_a_recipe_whose_columns_need_the_original_cannot_travel_quantized():
