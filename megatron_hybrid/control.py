@@ -35,18 +35,22 @@ class Controller:
     """Made by `prepare`. Methods are cheap: they do nothing on the device for recipes that need nothing.
 
     runtimes: of the model's quantized linears. others: roles of modules that a recipe may name and leaves alone.
-    replica, num_replicas: see `RandomKeys`. say: gets a line whenever plans change; by default the logger
+    replica, num_replicas: see `RandomKeys`. expert_replica: that of experts, where ranks of several replicas split them and
+    share their tokens: the same on all of these ranks. say: gets a line whenever plans change; by default the logger
     ``megatron_hybrid`` does, as information.
     """
 
     def __init__(
         self, runtimes: list[LinearRuntime], recipe: Recipe | None, seed: int, num_microbatches: int,
-        others: tuple[ModuleRole, ...] = (), replica: int = 0, num_replicas: int = 1,
+        others: tuple[ModuleRole, ...] = (), replica: int = 0, num_replicas: int = 1, expert_replica: int | None = None,
     ):  # fmt: skip
         self.runtimes, self.others = runtimes, others
         self.keys = RandomKeys(seed, num_microbatches, replica, num_replicas)
+        self._expert_keys = self.keys
+        if expert_replica not in (None, replica):
+            self._expert_keys = RandomKeys(seed, num_microbatches, expert_replica, num_replicas)
         for runtime in runtimes:
-            runtime.keys = self.keys
+            runtime.keys = self.keys if runtime.role.expert is None else self._expert_keys
             runtime.weight_cache = WeightCache()
         self.recorder = None  # of statistics
         self.profile = None  # `observe.profile.StepProfile`
@@ -88,7 +92,7 @@ class Controller:
         changed = [runtime.set_step(step) for runtime in self.runtimes].count(True)
         if changed:
             self.say(f"step {step}: rules on steps change {changed} of {len(self.runtimes)} linears; {self._runs()}")
-        self.keys.set(step, 0, num_microbatches)
+        self._set_keys(step, 0, num_microbatches)
         for runtime in self.runtimes:
             runtime.make_keys()
         self.invalidate()
@@ -99,7 +103,11 @@ class Controller:
 
     def microbatch(self, index: int) -> None:
         """Before the forward of microbatch `index` (0-based), and before its backward where others ran in between."""
-        self.keys.set(self.keys.step, index)
+        self._set_keys(self.keys.step, index)
+
+    def _set_keys(self, *where) -> None:
+        for keys in dict.fromkeys((self.keys, self._expert_keys)):
+            keys.set(*where)
 
     def end_step(self, group=None, expert_groups=None) -> None:
         """After the optimizer's step: the cache window closes, delayed scales move on.

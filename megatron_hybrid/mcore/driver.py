@@ -93,8 +93,9 @@ def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver |
         return None
     amax_group, data_parallel, expert_groups = _groups(chunks[0])
     controller = Controller(
-        runtimes, None, seed & 0xFFFFFFFF, 1, replica=data_parallel.rank(), num_replicas=data_parallel.size()
-    )
+        runtimes, None, seed & 0xFFFFFFFF, 1, replica=data_parallel.rank(), num_replicas=data_parallel.size(),
+        expert_replica=_replica_of_experts(data_parallel, expert_groups),
+    )  # fmt: skip
     for chunk in chunks:
         pool_weight_amaxes(chunk, weights_at_once)
     driver = Driver(
@@ -143,6 +144,14 @@ def _groups(chunk):
     if same_weights is None:
         same_weights = parallel_state.get_data_parallel_group(with_context_parallel=True)
     return amax_group, same_weights, [group for group in expert_groups if group is not None]
+
+
+def _replica_of_experts(data_parallel, expert_groups) -> int:
+    """The first replica among the ranks that split an expert with this one: more than one where there are more
+    expert-tensor-parallel ranks than tensor-parallel ones."""
+    ranks = torch.distributed.get_process_group_ranks(data_parallel)
+    together = torch.distributed.get_process_group_ranks(expert_groups[0]) if expert_groups else ()
+    return min([data_parallel.rank(), *(ranks.index(rank) for rank in together if rank in ranks)])
 
 
 def attach_in_run(chunks: list) -> list:

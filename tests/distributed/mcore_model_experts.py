@@ -202,11 +202,13 @@ def check_experts_split_over_ranks_are_one_rank_s_cut():
     recipes = {name: Recipe.load(name) for name in (ROWSCALED, "fp8_delayed")}
     recipes["random"] = Recipe.from_dict({"version": 1, "name": "random", "defaults": "nvfp4:sr"})
     kinds = [(*kind, True) for kind in itertools.product(recipes, (True, False))] + [("random", True, False)]
-    found = {(tp, *kind): run_split_experts(tp, recipes[kind[0]], *kind[1:]) for tp in (1, 2) for kind in kinds}
+    layouts = ((1, 1), (2, 2), (1, 2))  # (TP, ETP): in the last the ranks are two replicas
+    found = {(*to, *kind): run_split_experts(*to, recipes[kind[0]], *kind[1:]) for to in layouts for kind in kinds}
     ranks = Ranks(mpu.get_expert_tensor_parallel_group(), bf16(1).device)
-    for kind in kinds:
-        one, split = found[1, *kind], found[2, *kind]
-        compare_split_experts(ranks, {"linear_fc1": "gated column" if kind[2] else "column", "linear_fc2": "row"}, one, split, kind)
+    for (tp, etp), kind in itertools.product(layouts[1:], kinds):
+        one, split, kind = found[1, 1, *kind], found[tp, etp, *kind], (*kind, tp)
+        fc1 = "gated column" if kind[2] else "column"
+        compare_split_experts(ranks, {"linear_fc1": fc1, "linear_fc2": "row"}, one, split, kind)
         assert one["states"].keys() == split["states"].keys() and bool(one["states"]) == (kind[0] == "fp8_delayed")
         for name, state in one["states"].items():
             assert torch.equal(state, split["states"][name]), (kind, name)
@@ -228,24 +230,25 @@ def compare_split_experts(ranks, layouts: dict, one: dict, split: dict, kind) ->
         assert torch.equal(ranks.part(one["dw"][name], axis, pieces), split["dw"][name]), kind
 
 
-def run_split_experts(tp: int, recipe, grouped: bool, gated: bool) -> dict:
+def run_split_experts(tp: int, etp: int, recipe, grouped: bool, gated: bool) -> dict:
     """Forward and backward of two experts on as many expert-tensor-parallel ranks, one of them without a token, and the
     end of the step. The largest numbers are all on one rank."""
-    parallel(tp=tp)
+    parallel(tp=tp, etp=etp)
     size, rows = 128, (1 + gated) * 128
     model = moe(recipe, grouped=grouped, num_layers=1, num_moe_experts=2, moe_ffn_hidden_size=size, sequence_parallel=tp > 1,
-                gated_linear_unit=gated, expert_tensor_parallel_size=tp)  # fmt: skip
+                gated_linear_unit=gated, expert_tensor_parallel_size=etp)  # fmt: skip
     hooks = driver.attach([model.module], seed=1)
     for runtime in hooks.controller.runtimes:
         runtime.backend = "reference"
         runtime.replan(runtime.recipe)
-    hooks.controller.keys.replica, hooks.controller.keys.num_replicas = 0, 1  # one rank's, where ranks repeat each other
+    if tp == etp:
+        hooks.controller.keys.replica, hooks.controller.keys.num_replicas = 0, 2  # what ranks of two replicas have
     hooks.controller.begin_step(1)
     experts = moe_layers(model)[0].experts
     whole = bf16(2, rows, H, seed=5), bf16(2, H, size, seed=6)
     whole[0][:, -1], whole[1][..., -1] = 9, 7
-    cut = [torch.cat([run.chunk(tp, 1)[rank() % tp] for run in whole[0].chunk(1 + gated, 1)], 1),
-           whole[1].chunk(tp, 2)[rank() % tp]]  # fmt: skip
+    cut = [torch.cat([run.chunk(etp, 1)[rank() % etp] for run in whole[0].chunk(1 + gated, 1)], 1),
+           whole[1].chunk(etp, 2)[rank() % etp]]  # fmt: skip
     weights = [expert_weights(experts, name) for name in ("linear_fc1", "linear_fc2")]
     with torch.no_grad():
         for own, values in zip(weights, cut):

@@ -60,6 +60,7 @@ CASES = [
     run("ep2_again", *EP2, "--load", "{folder}/ep1", "--ckpt-step", str(MIDDLE + 1), FULLY),
     run("ep4", "--expert-model-parallel-size", "4", "--micro-batch-size", "2", *from_ep2(), ranks=4),
     run("etp2", *TP2, "--expert-tensor-parallel-size", "2", *from_ep2()),
+    run("etp2_of_dp2", "--expert-tensor-parallel-size", "2", "--hq-stats-interval", "1", *from_ep2()),
     run("tp2_ep2", *TP2, "--expert-tensor-parallel-size", "1", *EP2, *from_ep2()),
     run("shared", *SHARED, "--save", "{folder}/shared", *SAVED, recipe="{folder}/mixed.yaml"),
     run("shared_resumed", *SHARED, "--load", "{folder}/shared", "--ckpt-step", str(MIDDLE),
@@ -129,7 +130,7 @@ def test_differs_only_in_the_order_of_the_gradient_norm_s_sum(runs, name, origin
             assert entry[key] == pytest.approx(expected[iteration][key], rel=1e-6), (iteration, key)
 
 
-@pytest.mark.parametrize("name", ["ep4", "etp2", "tp2_ep2"])
+@pytest.mark.parametrize("name", ["ep4", "etp2", "etp2_of_dp2", "tp2_ep2"])
 def test_other_layouts_go_on_from_the_checkpoint(runs, name):
     """Sums come in another order: other microbatches, other parts of the attention."""
     found, expected = numbers(runs, name), numbers(runs, "ep2")
