@@ -124,6 +124,7 @@ class ModelSpec:
         qk_norm, qkv_bias = bool(args.get("qk_layernorm")), bool(args.get("add_qkv_bias"))
         shared = (args.get("moe_shared_expert_intermediate_size") or 0) if experts else 0
         _check_shape(where, qk_norm, qkv_bias, bool(experts), bool(shared), bool(args.get("moe_shared_expert_gate")))
+        # the second name of two is that of older Megatrons
         heads, hidden, layers = args["num_attention_heads"], args["hidden_size"], args["num_layers"]
         return cls(
             num_layers=layers,
@@ -134,7 +135,7 @@ class ModelSpec:
             ffn=args["ffn_hidden_size"],
             vocab=args["padded_vocab_size"],
             max_positions=args.get("max_position_embeddings") or args["seq_length"],
-            norm_eps=args.get("norm_epsilon", 1e-5),
+            norm_eps=args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5)),
             rope_base=float(args.get("rotary_base", 10000)),
             dtype=args.get("params_dtype", torch.bfloat16),
             tied=not args.get("untie_embeddings_and_output_weights", False),
@@ -147,7 +148,7 @@ class ModelSpec:
             qkv_bias=qkv_bias,
             rope_factor=float(args.get("rope_scaling_factor", 8.0)) if args.get("use_rope_scaling") else None,
             renormalize=not args.get("moe_router_pre_softmax", False),
-            one_centered_norm=bool(args.get("apply_layernorm_1p")),
+            one_centered_norm=bool(args.get("layernorm_zero_centered_gamma") or args.get("apply_layernorm_1p")),
         )
 
     def to_args(self) -> dict:
@@ -156,7 +157,7 @@ class ModelSpec:
             "num_layers": self.num_layers, "hidden_size": self.hidden, "ffn_hidden_size": self.ffn,
             "num_attention_heads": self.heads, "group_query_attention": self.groups != self.heads,
             "num_query_groups": self.groups, "kv_channels": self.head_size, "normalization": "RMSNorm",
-            "norm_epsilon": self.norm_eps, "swiglu": True, "add_bias_linear": False,
+            "layernorm_epsilon": self.norm_eps, "swiglu": True, "add_bias_linear": False,
             "position_embedding_type": "rope", "rotary_base": int(self.rope_base),
             "max_position_embeddings": self.max_positions, "padded_vocab_size": self.vocab,
             "untie_embeddings_and_output_weights": not self.tied, "qk_layernorm": self.qk_norm,

@@ -33,8 +33,10 @@ SHARED = (
     "--add-qkv-bias --num-experts 4 --moe-router-topk 2 --moe-router-pre-softmax --moe-ffn-hidden-size 64 --moe-grouped-gemm "
     "--moe-token-dispatcher-type alltoall --moe-shared-expert-intermediate-size 96 --moe-shared-expert-gate"
 ).split()
-SCALED = "--add-qkv-bias --use-rope-scaling --rope-scaling-factor 8 --rotary-base 500000".split()
+SCALED = "--add-qkv-bias --use-rope-scaling --rope-scaling-factor 8 --rotary-base 500000 --norm-epsilon 1e-3".split()
 GROUPS = ["--group-query-attention", "--num-query-groups", "2"]
+WITHOUT_DISTRIBUTED_OPTIMIZER = [word for word in MODEL if word != "--use-distributed-optimizer"]
+QUANTIZED = "version: 1\nname: quantized\ndefaults: mxfp8_e4m3\nweights: quantized\nparam_gather: both\n"
 TIED = [word for word in MODEL if word != "--untie-embeddings-and-output-weights"]
 # name: model, layout, recipe
 MODELS = {
@@ -42,18 +44,24 @@ MODELS = {
     "pipeline": (TIED, ["--pipeline-model-parallel-size", "2"], "fp8_delayed"),
     "experts": ([*MODEL, *GROUPS, *EXPERTS], [*TP2, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"],
                 "mxfp8"),
+    "fsdp2": (WITHOUT_DISTRIBUTED_OPTIMIZER, ["--use-torch-fsdp2", "--ckpt-format", "torch_dist"], "mxfp8"),
+    "quantized": (MODEL, TP2, "{folder}/quantized.yaml"),
+    "one_by_one": ([*MODEL, *(word for word in EXPERTS if word != "--moe-grouped-gemm")], ["--expert-model-parallel-size", "2"],
+                   "mxfp8"),
     "scaled": ([*TIED, *GROUPS, *SCALED], TP2, "fp8_block"),
     "shared": ([*MODEL, *SHARED], [*TP2, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1"], "nvfp4"),
 }  # fmt: skip
 CONVERTED = ("tensor", "experts", "scaled", "shared")
-KINDS = {"tensor": "llama", "pipeline": "llama", "experts": "qwen3_moe", "scaled": "qwen2", "shared": "qwen2_moe"}
+KINDS = {"tensor": "llama", "pipeline": "llama", "experts": "qwen3_moe", "scaled": "qwen2", "shared": "qwen2_moe",
+         "fsdp2": "llama", "quantized": "llama", "one_by_one": "qwen3_moe"}  # fmt: skip
 
 
 def trained(name: str) -> list[Case]:
     model, layout, recipe = MODELS[name]
-    vocab = ["--make-vocab-size-divisible-by", "128"] if name == "pipeline" else []
+    vocab = [] if "--tensor-model-parallel-size" in layout else ["--make-vocab-size-divisible-by", "128"]
     save = ["--save", f"{{folder}}/{name}", "--save-interval", "4"]
-    load = ["--load", f"{{folder}}/{name}", "--hq-switch-recipe", "--hq-metrics-file", f"{{folder}}/{name}.logits"]
+    load = ["--load", f"{{folder}}/{name}", "--hq-switch-recipe", "--no-load-optim", "--no-load-rng",
+            "--hq-metrics-file", f"{{folder}}/{name}.logits"]  # fmt: skip
     return [
         Case(name, [SCRIPT, *model, *MOCK, *layout, *vocab, "--hq-recipe", recipe, *save]),
         Case(f"{name}_logits", [LOGITS, *model, *MOCK, *ONE_RANK, *load], ranks=1),
@@ -68,6 +76,7 @@ def converted(name: str) -> Case:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
+    (folder / "quantized.yaml").write_text(QUANTIZED)
     done = run_cases([case for name in MODELS for case in trained(name)], folder)
     for case in done.values():
         assert_ended(case)

@@ -14,7 +14,7 @@ from megatron_hybrid.checkpoint_file import Checkpoint, CheckpointError
 from megatron_hybrid.cli import main
 from megatron_hybrid.convert import safetensors_file
 from megatron_hybrid.convert.hf import export, import_hf, join_qkv, split_qkv
-from megatron_hybrid.convert.model_spec import ConversionError, ModelSpec
+from megatron_hybrid.convert.model_spec import _REQUIRED, _REQUIRED_OF_EXPERTS, ConversionError, ModelSpec
 from megatron_hybrid.convert.safetensors_file import Reader, SafetensorsError, save, save_sharded
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -53,7 +53,7 @@ def hf_shapes(s: ModelSpec) -> dict[str, tuple[int, ...]]:
                    f"{at}self_attn.q_proj.weight": (q, s.hidden), f"{at}self_attn.k_proj.weight": (kv, s.hidden),
                    f"{at}self_attn.v_proj.weight": (kv, s.hidden), f"{at}self_attn.o_proj.weight": (s.hidden, q)}  # fmt: skip
         if s.qkv_bias:
-            shapes |= {f"{at}self_attn.q_proj.bias": (q,), f"{at}self_attn.k_proj.bias": (kv,), f"{at}self_attn.v_proj.bias": (kv,)}
+            shapes |= {f"{at}self_attn.{x}_proj.bias": (q if x == "q" else kv,) for x in "qkv"}
         if s.qk_norm:
             shapes |= {f"{at}self_attn.{x}_norm.weight": (s.head_size,) for x in "qk"}
         if not s.moe_layers[i]:
@@ -108,7 +108,8 @@ def test_transformers_reads_it(name, tmp_path):
     folder = make_folder(tmp_path / "hf", SPECS[name])
     program = (
         "import sys, torch, transformers; m = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32);"
-        "torch.save([m(torch.arange(24).reshape(2, 12) % 50).logits.detach(), m.model.rotary_emb.inv_freq], sys.argv[2])"
+        "logits = m(torch.arange(24).reshape(2, 12) % 50).logits.detach();"
+        "torch.save([logits, m.model.rotary_emb.inv_freq], sys.argv[2])"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     subprocess.run(
@@ -118,6 +119,66 @@ def test_transformers_reads_it(name, tmp_path):
     model = PlainModel(folder, torch.float32)
     torch.testing.assert_close(found, model(torch.arange(24).reshape(2, 12) % 50), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(frequencies, model.frequencies(), rtol=1e-5, atol=0)
+
+
+# what published folders say, as far as it matters here
+PUBLISHED = {
+    "Llama 3.1 8B": {
+        "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_theta": 500000.0,
+        "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 128256,
+    },
+    "Qwen 2.5 0.5B": {
+        "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 896, "intermediate_size": 4864, "num_attention_heads": 14,
+        "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 32768, "use_sliding_window": False, "max_window_layers": 24, "max_position_embeddings": 32768,
+        "tie_word_embeddings": True, "torch_dtype": "bfloat16", "vocab_size": 151936,
+    },
+    "Qwen 1.5 MoE A2.7B": {
+        "model_type": "qwen2_moe", "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 5632,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632, "num_experts": 60, "num_experts_per_tok": 4,
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "num_attention_heads": 16, "num_hidden_layers": 24,
+        "num_key_value_heads": 16, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "max_position_embeddings": 8192,
+        "use_sliding_window": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "vocab_size": 151936,
+    },
+}  # fmt: skip
+
+
+def test_the_printed_flags_build_the_model_of_published_configs():
+    """Through Megatron's own parser, in a process of its own."""
+    specs = {**SPECS, **{name: ModelSpec.from_hf(config, name) for name, config in PUBLISHED.items()}}
+    assert [specs[name].kind for name in PUBLISHED] == ["llama", "qwen2", "qwen2_moe"]
+    assert specs["Llama 3.1 8B"].rope_factor == 8 and specs["Qwen 2.5 0.5B"].qkv_bias and not specs["Llama 3.1 8B"].qkv_bias
+    program = (
+        "import argparse, json, sys\nfrom megatron.training.arguments import add_megatron_arguments\n"
+        "from megatron_hybrid.mcore.arguments import add_arguments\nfrom megatron_hybrid.convert.model_spec import ModelSpec\n"
+        "parser = add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)), on_cpu=True)\n"
+        "for name, vocab, flags in json.loads(sys.argv[1]):\n"
+        "    print('SPEC', ModelSpec.from_args({**vars(parser.parse_args(flags)), 'padded_vocab_size': vocab}, name))\n"
+        "print('NAMES', *vars(parser.parse_args(['--apply-layernorm-1p'])))\n"
+    )
+    given = json.dumps([[name, spec.vocab, spec.flags()] for name, spec in specs.items()])
+    done = subprocess.run([sys.executable, "-c", program, given], capture_output=True, text=True, timeout=120)
+    found = [line.removeprefix("SPEC ") for line in done.stdout.splitlines() if line.startswith("SPEC ")]
+    assert found == [str(spec) for spec in specs.values()], done.stderr[-2000:]
+    # Megatron's names of what is read: a name that it does not have would leave a default in its place
+    read = {name for spec in specs.values() for name in spec.to_args()} | set(_REQUIRED) | set(_REQUIRED_OF_EXPERTS)
+    names = next(line for line in done.stdout.splitlines() if line.startswith("NAMES")).split()
+    assert not read - {"params_dtype", "padded_vocab_size"} - set(names) and "layernorm_zero_centered_gamma" in names
+
+
+def test_norms_kept_minus_one_are_refused_in_bf16_and_their_epsilon_is_the_models(tmp_path):
+    args = {**LLAMA.to_args(), "layernorm_zero_centered_gamma": True, "layernorm_epsilon": 1e-6}
+    spec = ModelSpec.from_args(args, "here")
+    assert spec.one_centered_norm and spec.norm_eps == 1e-6
+    import_hf(make_folder(tmp_path / "hf", LLAMA), tmp_path / "ckpt")
+    checkpoint = Checkpoint(tmp_path / "ckpt")
+    checkpoint._common["args"].layernorm_zero_centered_gamma = True
+    with pytest.raises(ConversionError, match="--apply-layernorm-1p"):
+        export(checkpoint, tmp_path / "out")
 
 
 def test_a_shared_expert_without_a_gate_is_refused():
