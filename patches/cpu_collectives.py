@@ -4,6 +4,7 @@ Replaced are only the calls that gloo cannot do, or does wrongly:
 
 * process groups named "nccl" become gloo groups, without device binding or NCCL options;
 * gloo knows few element types: the others travel as bytes;
+* sums of multiples (Megatron-FSDP's means of gradients) are multiplied here;
 * coalescing flattens mixed types into one buffer and corrupts them silently: operations run one by one;
 * gathers of unequal sizes, lists of all-to-all, receives into non-contiguous memory and split sizes given as
   tensors are put together from what there is.
@@ -83,6 +84,34 @@ def _in_manager(collective):
         return None
 
     return begin
+
+
+def _factor(op) -> float | None:
+    """What NCCL multiplies with before it sums; None where it does not."""
+    return op.__getstate__()[1] if op == dist.ReduceOp.PREMUL_SUM else None
+
+
+def _all_reduce(original):
+    @_in_manager
+    @functools.wraps(original)
+    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if (factor := _factor(op)) is not None:
+            tensor.mul_(factor)
+            op = dist.ReduceOp.SUM
+        return original(tensor, op, group, async_op)
+
+    return all_reduce
+
+
+def _reduce_scatter_tensor(original):
+    @_in_manager
+    @functools.wraps(original)
+    def reduce_scatter_tensor(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        if (factor := _factor(op)) is not None:
+            input, op = input * factor, dist.ReduceOp.SUM
+        return original(output, input, op, group, async_op)
+
+    return reduce_scatter_tensor
 
 
 def _gather_into_tensor(original):
@@ -231,8 +260,8 @@ _COLLECTIVES = {
     "init_process_group": _init_process_group,
     "new_group": _new_group,
     "barrier": _barrier,
-    "all_reduce": _in_manager,
-    "reduce_scatter_tensor": _in_manager,
+    "all_reduce": _all_reduce,
+    "reduce_scatter_tensor": _reduce_scatter_tensor,
     "all_gather_into_tensor": _gather_into_tensor,
     "all_gather": _all_gather,
     "all_to_all": _all_to_all,

@@ -61,6 +61,20 @@ def check_coalescing_keeps_mixed_types_apart(rank):
             assert shard.tolist() == total[2 * rank : 2 * rank + 2].tolist()
 
 
+def check_sums_of_multiples(rank):
+    """`PREMUL_SUM`, in place and not, whose input stays; the shard may lie in it."""
+    half, total = dist._make_nccl_premul_sum(0.5), (values(0, 4) + values(1, 4)) / 2
+    whole = values(rank, 4)
+    dist.all_reduce(whole, op=half)
+    assert torch.equal(whole, total)
+    shard, whole = torch.empty(2), values(rank, 4)
+    dist.reduce_scatter_tensor(shard, whole, op=half)
+    assert torch.equal(shard, total[2 * rank : 2 * rank + 2]) and torch.equal(whole, values(rank, 4))
+    with dist._coalescing_manager():
+        dist.reduce_scatter_tensor(output=whole[2 * rank : 2 * rank + 2], input=whole, op=half)
+    assert torch.equal(whole[2 * rank : 2 * rank + 2], total[2 * rank : 2 * rank + 2])
+
+
 def check_unequal_sizes(rank):
     sizes = [3, 5]
     pieces = [torch.empty(size, 2, dtype=torch.bfloat16) for size in sizes]
@@ -122,6 +136,7 @@ def main():
     for check in (
         check_movement_of_every_type,
         check_coalescing_keeps_mixed_types_apart,
+        check_sums_of_multiples,
         check_unequal_sizes,
         check_lists_and_layouts,
         check_reductions,
