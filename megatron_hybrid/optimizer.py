@@ -83,10 +83,14 @@ class FusedAdam(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            params = [param for param in group["params"] if param.grad is not None]
-            if params:
-                self._advance(group, params[0].device, noop_flag)
-                self._update(group, params, noop_flag)
+            # A shard without elements counts as updated: steps, and the states in their order, are those of other ranks.
+            updated = [param for param in group["params"] if param.grad is not None or not _local(param).numel()]
+            for param in updated:
+                if param not in self.state:
+                    self._state_of(param)
+            if updated:
+                self._advance(group, updated[0].device, noop_flag)
+                self._update(group, [param for param in updated if param.grad is not None], noop_flag)
         return loss
 
     def after_update(self, param: torch.Tensor, master: torch.Tensor, noop_flag: torch.Tensor | None = None) -> None:

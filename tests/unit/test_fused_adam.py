@@ -183,6 +183,19 @@ def test_dtensor_parameters():
         dist.destroy_process_group()
 
 
+def test_shards_without_elements_have_steps_and_states_as_other_ranks_do():
+    """A group that is all on other ranks still counts; states are in the parameters' order, whoever has gradients."""
+    first, second, alone = (torch.nn.Parameter(torch.ones(rows, 3)) for rows in (0, 2, 0))
+    unused = torch.nn.Parameter(torch.ones(2))
+    optimizer = FusedAdam([{"params": [first, unused, second]}, {"params": [alone]}])
+    for _ in range(2):
+        second.grad = torch.ones(2, 3)
+        optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [2, 2]
+    assert list(map(id, optimizer.state)) == [id(first), id(second), id(alone)]
+    assert optimizer.state[first]["exp_avg"].shape == (0, 3)
+
+
 def test_zero_grad_and_closure():
     (param,) = params = [torch.nn.Parameter(torch.ones(2))]
     optimizer = FusedAdam(params)
