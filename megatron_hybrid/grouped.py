@@ -23,6 +23,7 @@ from .linear import (
     dgrad,
     fprop,
     hybrid_linear,
+    main_grad,
     placeholder_gradient,
     save_for_backward,
     start_amaxes,
@@ -157,8 +158,8 @@ class GroupedLinearFunction(torch.autograd.Function):
     def backward(ctx, dy):
         needs, weight = ctx.needs_input_grad, ctx.weight
         kept = ctx.unpack(ctx.saved_tensors)
-        main_grad = getattr(weight, "main_grad", None)
-        traced = main_grad is not None and torch.compiler.is_compiling()  # then all experts are added at once
+        total = main_grad(weight) if needs[1] else None
+        traced = total is not None and torch.compiler.is_compiling()  # then all experts are added at once
         dx, dws, db = [], [], []
         groups = dy.split(ctx.splits)
         amaxes = _start_amaxes(ctx.calls, GRAD_OUTPUT, groups, [needs[:2]] * len(groups))
@@ -167,19 +168,19 @@ class GroupedLinearFunction(torch.autograd.Function):
             dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy_e, rowwise=needs[0], columnwise=needs[1], amax=amax)
             if needs[0]:
                 dx.append(dgrad(call, dy_row, w_kept, ctx.dtype))
-            if needs[1] and main_grad is not None and not traced:
-                wgrad(call, dy_col, x_kept, main_grad.dtype, accumulate_into=main_grad[e])
+            if total is not None and not traced:
+                wgrad(call, dy_col, x_kept, total.dtype, accumulate_into=total[e])
             elif needs[1]:
                 dws.append(wgrad(call, dy_col, x_kept, torch.float32 if traced else weight.dtype))
             if needs[2]:
                 db.append(dy_e.sum(dim=0))
         dw = None
-        if traced and needs[1]:
+        if traced:
             from .ops import add_to_main_grad
 
             dw = add_to_main_grad(weight, torch.stack(dws))
         elif needs[1]:
-            dw = placeholder_gradient(weight) if main_grad is not None else torch.stack(dws)
+            dw = placeholder_gradient(weight) if total is not None else torch.stack(dws)
         return torch.cat(dx) if needs[0] else None, dw, torch.stack(db) if needs[2] else None, None, None
 
 

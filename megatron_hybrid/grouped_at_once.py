@@ -15,7 +15,7 @@ from .formats import COLUMNWISE, ROWWISE
 from .gemm import grouped as gemms
 from .grouped_columns import rows_and_columns
 from .groups import Groups
-from .linear import LinearCall, held_payloads, placeholder_gradient, save_for_backward
+from .linear import LinearCall, held_payloads, main_grad, placeholder_gradient, save_for_backward
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .stacked import GroupedColumns, StackedWeight, columns_alignment, unstackable
 from .storage import QuantizedStorage
@@ -120,9 +120,9 @@ class GroupedCall:
         num = self.groups.num
         if saved == COLUMNWISE:
             return StackedWeight(kept, COLUMNWISE, quantizer.columnwise, num)
-        if saved == ROWWISE:
-            kept = StackedWeight(kept, ROWWISE, quantizer.rowwise, num).dequantize()
-        return self._stack(kept, COLUMNWISE)
+        if saved == ORIGINAL:
+            return self._cast_weight(kept, rowwise=False, columnwise=True)[1]
+        return self._stack(StackedWeight(kept, ROWWISE, quantizer.rowwise, num).dequantize(), COLUMNWISE)
 
     def _stack(self, weight: torch.Tensor, direction: str) -> StackedWeight:
         fmt = getattr(self.call.plan.quantizers[WEIGHT], direction)
@@ -160,9 +160,9 @@ class GroupedAtOnceFunction(torch.autograd.Function):
         if needs[0]:
             dx = how.dgrad.rows("dgrad", plans, dy_row, call.kept_weight(w_kept), groups, ctx.dtype)
         if needs[1]:
-            main_grad = getattr(weight, "main_grad", None)
-            dw = how.wgrad.contract(plans, dy_col, call.kept_input(x_kept), weight.dtype, main_grad)
-            dw = dw if main_grad is None else placeholder_gradient(weight)
+            total = main_grad(weight)
+            dw = how.wgrad.contract(plans, dy_col, call.kept_input(x_kept), weight.dtype, total)
+            dw = dw if total is None else placeholder_gradient(weight)
         if needs[2]:
             db = group_sums(dy, groups)
         return dx, dw, db, None

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from . import kernels
 from .formats import COLUMNWISE, ROWWISE, Format
 from .quantizer import HybridQuantizer, as_matrix
-from .saved import placeholder_gradient, save_for_backward
+from .saved import main_grad, placeholder_gradient, save_for_backward
 from .storage import QuantizedStorage
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -198,9 +198,9 @@ def _backward(ctx, dy):
         dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
     if needs[1]:
         x_col = x_kept if lean.keeps_input else lean.input(as_matrix(x_kept), False, True, states.get("input"))[1]
-        main_grad = getattr(weight, "main_grad", None)
-        dw = plan.run("wgrad", dy_col, x_col, weight.dtype, main_grad)
-        dw = dw if main_grad is None else placeholder_gradient(weight)
+        total = main_grad(weight)
+        dw = plan.run("wgrad", dy_col, x_col, weight.dtype, total)
+        dw = dw if total is None else placeholder_gradient(weight)
     if needs[2]:
         db = dy2d.sum(dim=0) if sums is None else sums.sum(dim=0).to(dy.dtype)
     return dx, dw, db, None

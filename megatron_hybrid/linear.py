@@ -23,7 +23,7 @@ from .gather import start_grad_output, start_input, start_input_column
 from .lean import LeanLinear, casts_lean, runs_lean, sums_in_cast
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
 from .quantizer import as_matrix
-from .saved import placeholder_gradient, save_for_backward
+from .saved import main_grad, placeholder_gradient, save_for_backward
 from .scaling import Rng
 from .tensor import HybridTensor, payload
 
@@ -318,15 +318,15 @@ def wgrad(call: LinearCall, dy_col, x_kept, dtype, accumulate_into=None):
 
 
 def weight_gradient(call: LinearCall, dy_col, x_kept, weight):
-    """What autograd gets: dw, or a placeholder once dw is in `weight.main_grad`."""
-    main_grad = getattr(weight, "main_grad", None)
-    if main_grad is None:
+    """What autograd gets: dw, or a placeholder once dw is in the weight's `main_grad`."""
+    total = main_grad(weight)
+    if total is None:
         return wgrad(call, dy_col, x_kept, weight.dtype)
     if torch.compiler.is_compiling():
         from .ops import add_to_main_grad
 
         return add_to_main_grad(weight, wgrad(call, dy_col, x_kept, torch.float32))
-    wgrad(call, dy_col, x_kept, weight.dtype, accumulate_into=main_grad)
+    wgrad(call, dy_col, x_kept, weight.dtype, accumulate_into=total)
     return placeholder_gradient(weight)
 
 

@@ -96,9 +96,9 @@ def add_to_main_grad(weight: torch.Tensor, dw: torch.Tensor) -> torch.Tensor:
     `main_grad` is not an argument, because no compiled backward may write to an argument of its forward: the operator
     finds it on the parameter when it runs, as a hook would. Nothing else in a graph may read or write it.
     """
-    from .linear import placeholder_gradient
+    from .saved import main_grad, placeholder_gradient
 
-    weight.main_grad.add_(dw)
+    main_grad(weight).add_(dw)
     return placeholder_gradient(weight)
 
 

@@ -216,8 +216,10 @@ def describe_operands(pair: GemmPair) -> list[str]:
     return [f"{op}.{direction} {fmt}" for (op, direction), fmt in zip(OPERANDS[pair.gemm], (pair.a, pair.b))]
 
 
-def _saved(operand: str, quantizer: HybridQuantizer, save_input: str) -> str:
+def _saved(operand: str, quantizer: HybridQuantizer, save_input: str, save_weight: str) -> str:
     row, column = quantizer.formats()
+    if operand == WEIGHT and save_weight == ORIGINAL:
+        return ORIGINAL
     if quantizer.derives_columnwise:
         # the row is enough: keep it where it is smaller. A weight's column is rather made once a step (its cache)
         smaller = not column.is_quantized or (operand == INPUT and row.bits < column.bits)
@@ -229,7 +231,7 @@ def _saved(operand: str, quantizer: HybridQuantizer, save_input: str) -> str:
 
 def build_plan(
     resolved, name: str, device, *, backend: str | None = None, save_input: str = PAYLOAD,
-    sharding: Sharding | None = None,
+    save_weight: str = PAYLOAD, sharding: Sharding | None = None,
 ) -> GemmPlan:  # fmt: skip
     """Build and check the plan of one module.
 
@@ -237,7 +239,8 @@ def build_plan(
     messages. device: a torch device, or a `DeviceKind` to plan for one that is not there. backend: force one by
     name (tests). save_input: ``payload`` keeps the quantized input for backward; ``original`` keeps the tensor and
     casts in backward, for inputs that something else keeps alive anyway. A column derived from the row always
-    comes from the payload, whatever is chosen here. sharding: how tensor-parallel ranks split the operands.
+    comes from the payload, whatever is chosen here. save_weight: ``original`` casts the weight's column in backward, for
+    weights whose memory comes and goes. sharding: how tensor-parallel ranks split the operands.
 
     Raises `PlanError` naming module, gemm, operands, formats and device.
     """
@@ -257,7 +260,7 @@ def build_plan(
         except ValueError as exc:
             operands = " x ".join(describe_operands(pair))
             raise PlanError(f"{module_label(name)}, {gemm}: {operands} on {kind}: {exc}") from None
-    saved = {op: _saved(op, quantizers[op], save_input) for op in (INPUT, WEIGHT)}
+    saved = {op: _saved(op, quantizers[op], save_input, save_weight) for op in (INPUT, WEIGHT)}
     reduced = {} if sharding is None else _reduced(quantizers, sharding)
     return GemmPlan(name, kind, **steps, quantizers=quantizers, saved=saved, sharding=sharding, reduced=reduced)
 

@@ -13,7 +13,7 @@ import torch
 
 from .formats import DIRECTIONS
 from .linear import Communication, LinearCall, WeightCache
-from .plan import GRAD_OUTPUT, INPUT, PAYLOAD, WEIGHT, GemmPlan, PlanError, build_plan
+from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, PAYLOAD, WEIGHT, GemmPlan, PlanError, build_plan
 from .recipe import Recipe
 from .roles import ModuleRole, QuantizerRole, tensor_id
 from .scaling import DelayedState, Pieces, Rng, rescale
@@ -100,7 +100,7 @@ class LinearRuntime(torch.nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.recipe, self.role, self.backend, self.save_input = recipe, role, backend, save_input
-        self.sharding = sharding
+        self.save_weight, self.sharding = PAYLOAD, sharding
         self.step: int | None = None
         self.changes = 0  # of the plan
         self._scaled_for = {}  # buffer prefix -> the format that its scale was made for
@@ -132,8 +132,9 @@ class LinearRuntime(torch.nn.Module):
         """The plan of a recipe at a step. Raises `PlanError`."""
         resolved = recipe.resolve(self.role, step=step)
         return build_plan(
-            resolved, self.label, device, backend=self.backend, save_input=self.save_input, sharding=self.sharding
-        )
+            resolved, self.label, device, backend=self.backend, save_input=self.save_input,
+            save_weight=self.save_weight, sharding=self.sharding,
+        )  # fmt: skip
 
     @property
     def label(self) -> str:
@@ -264,6 +265,11 @@ class LinearRuntime(torch.nn.Module):
         self.invalidate()
         if self.weight_owner is not None:
             self.weight_owner.requantize()
+
+    def keep_no_weight(self) -> None:
+        """Cast the weight in every pass and keep none of its payloads in between: its own memory comes and goes."""
+        self.save_weight, self.weight_cache = ORIGINAL, None
+        self.replan(self.recipe)
 
     def check(self, recipe: Recipe) -> None:
         """Raise `PlanError` if this module could not follow `recipe`; changes nothing."""

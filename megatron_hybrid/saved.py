@@ -35,8 +35,17 @@ def save_for_backward(ctx, *kept):
     return unpack
 
 
+def main_grad(weight) -> torch.Tensor | None:
+    """What a weight's gradient is added to; None: backward returns it.
+
+    Who shards gradients and has memory for them only in backward sets `weight.take_main_grad`, a function that gives it.
+    """
+    take = getattr(weight, "take_main_grad", None)
+    return getattr(weight, "main_grad", None) if take is None else take()
+
+
 def placeholder_gradient(weight) -> torch.Tensor:
-    """What backward returns once the gradient is in `weight.main_grad`.
+    """What backward returns once the gradient is in `main_grad`.
 
     Megatron's DDP hooks need a gradient to exist, and add nothing once `grad_added_to_main_grad` is set.
     """

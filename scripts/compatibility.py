@@ -26,7 +26,7 @@ recomputation, model, embeddings and microbatches, do so in a row.
 - **close**: one rank's losses and gradient norms within what other sums and other blocks can do (the bounds stand in matrix_runs.py).
 - *on GPUs too*: a row that `scripts/run_distributed_tests.sh --backend nccl` runs on two of them.
 
-Step rules, checkpoints between layouts, offload and dispatch of experts have tests of their own ([status.md](status.md)).
+Step rules, checkpoints between layouts, Megatron-FSDP, offload and dispatch of experts have tests of their own ([status.md](status.md)).
 """
 RESULTS = {BITS: "bits", LOSSES: "losses"}
 

@@ -128,6 +128,7 @@ def _defaults(on_cpu: bool) -> dict:
         "create_attention_mask_in_dataloader": False,  # causal attention needs none; a mask costs the fast kernels
         "no_persist_layer_norm": True,  # names a kernel of Apex
         "transformer_impl": "local",  # transformer_engine: builds its layers
+        "megatron_fsdp_main_grads_dtype": "fp32",  # auto: the weights' dtype, unlike without Megatron-FSDP
     }
     if not _importable("transformer_engine"):
         defaults["apply_rope_fusion"] = False  # refused: "Please install TE"

@@ -17,7 +17,7 @@ from ..distributed.amax import WeightAmaxes
 from ..offload import offload_activations
 from ..patches.training_steps import DRIVER
 from ..runtime import LinearRuntime
-from . import fsdp, state
+from . import fsdp, megatron_fsdp, state
 from .experts import HybridGroupedParallelLinear
 from .layers import HybridParallelLinear
 from .param_sync import gathers
@@ -174,6 +174,8 @@ def attach_in_run(chunks: list) -> list:
                 torch.autograd.set_multithreading_enabled(False)
             if args.use_torch_fsdp2:
                 driver.before_first += [functools.partial(fsdp.gather_payloads, chunk, args) for chunk in chunks]
+            if args.use_megatron_fsdp:
+                driver.before_first += megatron_fsdp.prepare(chunks, args, driver.controller)
             if getattr(args, "hq_check_nan", False):
                 driver.controller.check_nan(args.rank if args.world_size > 1 else None)
     return chunks

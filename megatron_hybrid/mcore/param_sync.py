@@ -199,7 +199,7 @@ def around_build_groups(original):
 
 def _bucket_groups(optimizer):
     """The optimizer's bucket groups of quantized weights."""
-    if optimizer.is_stub_optimizer:
+    if optimizer.is_stub_optimizer or optimizer.ddp_config.use_megatron_fsdp:
         return []
     groups = [g for chunk in optimizer.model_chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     ours = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}

@@ -52,8 +52,7 @@ def check_flags(args) -> None:
         raise UserError(
             f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written"
         )
-    if args.use_megatron_fsdp:
-        raise UserError("--use-megatron-fsdp with a recipe is not supported yet; use --use-torch-fsdp2 or leave it out")
+    _check_megatron_fsdp(args)
     if args.use_torch_fsdp2 and args.context_parallel_size > 1:
         raise UserError(
             f"--use-torch-fsdp2 beside --context-parallel-size {args.context_parallel_size} is not supported; leave one out"
@@ -70,6 +69,29 @@ def check_flags(args) -> None:
         )
     if args.hq_check_nan and not args.check_for_nan_in_loss_and_grad:
         raise UserError("--hq-check-nan beside --no-check-for-nan-in-loss-and-grad: they contradict each other")
+
+
+def _check_megatron_fsdp(args) -> None:
+    if not args.use_megatron_fsdp:
+        return
+    stages, instances = args.pipeline_model_parallel_size, args.num_distributed_optimizer_instances
+    for flags, given, why in (
+        (
+            "--data-parallel-sharding-strategy no_shard", args.data_parallel_sharding_strategy == "no_shard",
+            "nothing is sharded; leave --use-megatron-fsdp out",
+        ),
+        (f"--pipeline-model-parallel-size {stages}", stages > 1, "its mesh of ranks has no pipeline stages"),
+        (
+            f"--num-distributed-optimizer-instances {instances}", instances > 1,
+            "it does not reduce a single microbatch's gradients over the instances",
+        ),
+        (
+            "--moe-grouped-gemm with --save or --load", args.moe_grouped_gemm and bool(args.save or args.load),
+            "its checkpoints have a weight an expert, and these experts have one together; leave --moe-grouped-gemm out",
+        ),
+    ):  # fmt: skip
+        if given:
+            raise UserError(f"--use-megatron-fsdp beside {flags}: {why}")
 
 
 def statistics_path(args) -> Path | None:

@@ -32,6 +32,7 @@ def _size(name: str, *more: str) -> tuple[str, ...]:
 
 
 FSDP2 = ("--use-torch-fsdp2", "--ckpt-format", "torch_dist")
+MEGATRON_FSDP = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor")
 TENSOR = {
     NONE: Split(),
     "TP 2": Split(2, _size("tensor-model")),
@@ -304,7 +305,9 @@ class Refusal:
 
 REFUSED = [
     Refusal(("--cuda-graph-impl", "local"), "a captured step would go on with the formats"),
-    Refusal(("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"), "--use-megatron-fsdp with a recipe is not supported yet"),
+    Refusal((*MEGATRON_FSDP, "--data-parallel-sharding-strategy", "no_shard"),
+            "--use-megatron-fsdp beside --data-parallel-sharding-strategy no_shard"),
+    Refusal((*MEGATRON_FSDP, "--pipeline-model-parallel-size", "2"), "its mesh of ranks has no pipeline stages", 2),
     Refusal(("--hq-offload-layers", "1", *RECOMPUTE[FULL]), "what is recomputed is not saved"),
     Refusal(("--window-size", "8,0"), "sliding windows"),
     Refusal((*FSDP2, "--context-parallel-size", "2"), "--use-torch-fsdp2 beside --context-parallel-size 2", 2),

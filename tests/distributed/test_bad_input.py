@@ -15,8 +15,11 @@ RECIPES = {
     "nothing.yaml": "version: 1\nname: nothing\ndefaults: mxfp8_e4m3\n"
     'rules:\n  - match: {name: "*.linear_fc3"}\n    use: high_precision\n',
     "beyond.yaml": 'version: 1\nname: beyond\ndefaults: mxfp8_e4m3\nrules:\n  - match: {layers: "7"}\n    use: nvfp4\n',
+    "lives.yaml": "version: 1\nname: lives\ndefaults: mxfp8_e4m3\nweights: quantized\n",
     "lone.yaml": 'version: 1\nname: lone\ndefaults:\n  wgrad: {grad_output: "nvfp4:rht", input: nvfp4}\n',
 }
+
+MEGATRON_FSDP = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
 
 
 def recipe(file: str) -> list[str]:
@@ -58,9 +61,25 @@ TABLE = {
     "mamba": (["--hybrid-layer-pattern", "M*-"], ["--hybrid-layer-pattern M*-", "layers M are not supported"]),
     "no_experts_on_ranks": (["--expert-model-parallel-size", "2"], ["without --num-experts"]),
     "window": (["--window-size", "8,0"], ["--window-size"]),
-    "megatron_fsdp": (
-        ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--hq-recipe", "mxfp8"],
-        ["--use-megatron-fsdp with a recipe is not supported yet"],
+    "megatron_fsdp_unsharded": (
+        [*MEGATRON_FSDP, "--data-parallel-sharding-strategy", "no_shard"],
+        ["--use-megatron-fsdp beside --data-parallel-sharding-strategy no_shard"],
+    ),
+    "megatron_fsdp_stages": (
+        [*MEGATRON_FSDP, "--pipeline-model-parallel-size", "2"],
+        ["--use-megatron-fsdp beside --pipeline-model-parallel-size 2: its mesh of ranks has no pipeline stages"],
+    ),
+    "megatron_fsdp_instances": (
+        [*MEGATRON_FSDP, "--num-distributed-optimizer-instances", "2"],
+        ["--use-megatron-fsdp beside --num-distributed-optimizer-instances 2"],
+    ),
+    "megatron_fsdp_experts": (
+        [*MEGATRON_FSDP, "--num-experts", "4", "--moe-grouped-gemm", "--save", "{folder}/fsdp"],
+        ["--use-megatron-fsdp beside --moe-grouped-gemm with --save or --load", "a weight an expert"],
+    ),
+    "megatron_fsdp_quantized": (
+        [*MEGATRON_FSDP, "--hq-recipe", "{folder}/lives.yaml"],
+        ["with `weights: quantized` beside --use-megatron-fsdp is not supported"],
     ),
     "cuda_graphs": (["--cuda-graph-impl", "local"], ["--cuda-graph-impl local", "leave it out"]),
     "offload_and_recompute": (

@@ -191,6 +191,30 @@ def test_frozen_weights_keep_nothing_of_the_input():
     assert sorted(direction for _, direction in casts) == ["rowwise"] * 4  # columns of the weight: rows of its transpose
 
 
+@pytest.mark.parametrize("name", AT_ONCE)
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_weights_whose_memory_comes_and_goes_are_cast_in_every_pass(name, one_by_one):
+    (x, dy), splits = data(72), [44, 20, 0, 8]
+    kept, cast = (grouped(AT_ONCE[name], one_by_one=one_by_one) for _ in range(2))
+    for runtime in cast.hq:
+        runtime.keep_no_weight()
+    assert one_by_one or isinstance(cast.how, GroupedPlan)
+    for found, expected in zip(gradients(cast, x, dy, splits), gradients(kept, x, dy, splits), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_gradients_go_where_the_weight_says(one_by_one):
+    m, given = grouped(AT_ONCE["mxfp8"], one_by_one=one_by_one), []
+    m.weight.take_main_grad = lambda: (given.append(torch.ones(m.weight.shape)), given[-1])[1]
+    plain = grouped(AT_ONCE["mxfp8"], one_by_one=one_by_one)
+    plain.weight.main_grad = torch.ones(m.weight.shape)
+    x, dy = data(72)
+    for module in (m, plain):
+        module(x, [44, 20, 0, 8]).backward(dy)
+    assert len(given) == 1 and torch.equal(given[0], plain.weight.main_grad) and m.weight.grad_added_to_main_grad
+
+
 def test_main_grad_accumulates_in_fp32():
     results = []
     for one_by_one in (False, True):

@@ -68,6 +68,25 @@ def test_shapes_and_gradients(case, dtype, monkeypatch):
     assert_same(monkeypatch, *layers(recipe(**MIXED), dtype=dtype), **case)
 
 
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])  # the short way, the long one
+def test_gradients_go_where_the_weight_says(source):
+    """`take_main_grad` is asked once a backward and comes before `main_grad`; None: autograd takes the gradient."""
+    (layer, plain), asked = layers(recipe(**MIXED, columnwise_source={"weight": source})), []
+    assert (layer.plan.lean is None) == (source != "original")
+    for given in (torch.ones(32, 48), None):
+        layer.weight.main_grad = torch.full((32, 48), torch.nan)
+        layer.weight.take_main_grad = lambda: (asked.append(1), given)[1]  # noqa: B023
+        plain.weight.main_grad = None if given is None else torch.ones(32, 48)
+        for module in (layer, plain):
+            module(randn(20, 48)).backward(randn(20, 32, seed=1))
+        assert len(asked) == 1 and layer.weight.main_grad.isnan().all()
+        asked.clear()
+        if given is not None:
+            assert torch.equal(given, plain.weight.main_grad) and layer.weight.grad_added_to_main_grad
+            layer.weight.grad = plain.weight.grad = None
+    assert torch.equal(layer.weight.grad, plain.weight.grad)
+
+
 def test_delayed_scales_and_cached_weights_over_steps(monkeypatch):
     fmt = "fp8_delayed_e4m3:history=3"
     short, long = layers(recipe(fmt, fmt, fmt))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from linear_cases import randn, recipe
+from linear_cases import STOCHASTIC, randn, recipe, saved_tensors
 
 import megatron_hybrid as mh
 from megatron_hybrid.formats import ELEMENTS, parse_format
@@ -136,3 +136,37 @@ def test_p37_steps_equal_the_equations_written_out(name, optimizer):
         assert torch.equal(a, b), f"step {1 + i // 6}, value {i % 6}"
     assert all(torch.equal(a, b) for a, b in zip(got_end, want_end, strict=True))
     assert got[-6] < 0.95 * got[0]  # and it learns
+
+
+KEPT_NOWHERE = {
+    "mxfp8": ("mxfp8_e4m3",) * 3, "delayed": (DELAYED,) * 3, "stochastic": (STOCHASTIC,) * 3, "high precision": (),
+    "derived": ("mxfp8_e4m3", "nvfp4", "nvfp4"), "dequantized": ("nvfp4",) * 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", KEPT_NOWHERE)
+def test_a_weight_whose_memory_comes_and_goes_is_cast_in_every_pass(name):
+    """Same bits as with the cache over two microbatches; of the weight only itself is kept for backward."""
+    source = "rowwise_dequantized" if name == "derived" else "original"
+    rcp, runs = recipe(*KEPT_NOWHERE[name], columnwise_source={"weight": source}), []
+    rcp = rcp.with_backward("dequantized") if name == "dequantized" else rcp
+    for keeps in (True, False):
+        torch.manual_seed(0)
+        layer = mh.HybridLinear(64, 96, recipe=rcp, name="fc", dtype=torch.bfloat16)
+        ctl = mh.prepare(layer, seed=1, num_microbatches=2)
+        if not keeps:
+            layer.hq.keep_no_weight()
+        ctl.begin_step(1)
+        found = []
+        for j in range(2):
+            ctl.microbatch(j)
+            x = randn(32, 64, seed=j).requires_grad_()
+            with saved_tensors() as kept:
+                y = layer(x)
+            y.backward(randn(32, 96, seed=5 + j))
+            found += [y.detach(), x.grad]
+            assert keeps or sum(t is layer.weight for t in kept) == 1
+        ctl.end_step()
+        runs.append([*found, layer.weight.grad, *layer.hq.buffers()])
+        assert keeps or layer.hq.weight_cache is None
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

@@ -1,0 +1,110 @@
+"""Megatron-FSDP beside recipes: the losses of the distributed optimizer, and checkpoints, in one launch of two CPU ranks."""
+
+from __future__ import annotations
+
+import pytest
+from mcore_cases import MIXED, MOCK, MODEL, SCRIPT, Case, assert_ended, numbers, run_cases, same
+
+pytestmark = pytest.mark.dist
+
+FSDP = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy"]
+STRATEGIES = ["optim", "optim_grads", "optim_grads_params"]
+SHARDED = [*FSDP, "optim_grads_params"]
+# Norms of gradients are sums of shards, whose order differs: they must not reach the weights. (0: Megatron-FSDP logs none.)
+UNCLIPPED = ["--clip-grad", "1e6"]
+TWO_MICROBATCHES = ["--global-batch-size", "16"]
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+EXPERTS = [
+    *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64", "--moe-aux-loss-coeff", "1e-2"),
+    *("--moe-token-dispatcher-type", "alltoall"),
+]
+EP2 = ["--expert-model-parallel-size", "2"]
+OF_EXPERTS = "nvfp4_rowscaled_fprop_mxfp8_bwd"
+TIED = "--untie-embeddings-and-output-weights"
+HEAD = "version: 1\nname: head\ndefaults: mxfp8_e4m3\nlm_head: true\n"
+
+
+def case(name: str, recipe: str, *flags: str, model=MODEL) -> Case:
+    metrics = ["--hq-metrics-file", f"{{folder}}/{name}.metrics"]
+    return Case(name, [SCRIPT, *model, *MOCK, *UNCLIPPED, "--hq-recipe", recipe, *metrics, *flags])
+
+
+def both(name: str, recipe: str, *flags: str, fsdp=SHARDED, **kw) -> list[Case]:
+    return [case(f"{name}-plain", recipe, *flags, **kw), case(name, recipe, *flags, *fsdp, **kw)]
+
+
+def resumed(name: str, recipe: str, *flags: str) -> list[Case]:
+    there = f"{{folder}}/{name}"
+    return [
+        case(f"{name}-whole", recipe, *flags, "--save", there, "--save-interval", "2"),
+        case(f"{name}-resumed", recipe, *flags, "--load", there, "--ckpt-step", "2"),
+    ]
+
+
+EXACT = ["bf16", "fp8_current", "fp8_delayed", MIXED, "tp2", "cp2", "experts", "two-optim"]
+CLOSE = ["two-optim_grads", "two-optim_grads_params", "head", "ep2"]
+RESUMED = ["r-delayed", "r-optim", "r-grads", "r-experts", "r-ep2"]
+CASES = [
+    *(c for recipe in EXACT[:4] for c in both(recipe, recipe)),
+    *both("tp2", MIXED, *TP2),
+    *both("cp2", "fp8_delayed", "--context-parallel-size", "2"),
+    *both("experts", OF_EXPERTS, *EXPERTS, "--moe-grouped-gemm"),
+    *both("ep2", OF_EXPERTS, *EXPERTS, "--moe-grouped-gemm", *EP2),
+    *both("head", "{folder}/head.yaml", model=[flag for flag in MODEL if flag != TIED]),
+    case("two-plain", "bf16", *TWO_MICROBATCHES),
+    *(case(f"two-{strategy}", "bf16", *TWO_MICROBATCHES, *FSDP, strategy) for strategy in STRATEGIES),
+    case("full", MIXED, *FULL, *SHARDED),
+    case("pools", MIXED, "--fsdp-double-buffer", *SHARDED),
+    *resumed("r-delayed", "fp8_delayed", *SHARDED),
+    *resumed("r-optim", "fp8_delayed", *FSDP, "optim"),
+    *resumed("r-grads", MIXED, *FSDP, "optim_grads"),
+    *resumed("r-experts", OF_EXPERTS, *EXPERTS, *SHARDED),
+    *resumed("r-ep2", OF_EXPERTS, *EXPERTS, *EP2, *SHARDED),
+]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("megatron_fsdp")
+    (folder / "head.yaml").write_text(HEAD)
+    return folder, run_cases(CASES, folder, timeout=900)
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_runs_to_the_end(runs, name):
+    assert_ended(runs[1][name])
+
+
+def plain(runs, name: str) -> dict[int, dict]:
+    return numbers(runs, "two-plain" if name.startswith("two-") else f"{name}-plain")
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_losses_are_those_of_the_distributed_optimizer(runs, name):
+    found, expected = numbers(runs, name), plain(runs, name)
+    same(found, expected, but=("ms", "grad_norm"))
+    for iteration, entry in found.items():  # FP32 sums of a hundred thousand squares
+        assert entry["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=2.0**-20)
+
+
+@pytest.mark.parametrize("name", CLOSE)
+def test_other_orders_of_sums_stay_close(runs, name):
+    """Microbatches reduced one by one, a tied weight's gradient in bf16, means over experts' own ranks."""
+    found, expected = numbers(runs, name), plain(runs, name)
+    assert sorted(found) == sorted(expected)
+    for iteration, entry in found.items():
+        assert entry["loss"] == pytest.approx(expected[iteration]["loss"], rel=2.0**-12)
+        assert entry["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=2.0**-8)
+
+
+@pytest.mark.parametrize("name", ["full", "pools"])
+def test_recomputation_and_pooled_buffers_change_no_bit(runs, name):
+    same(numbers(runs, name), numbers(runs, MIXED))
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_resume_is_bit_exact(runs, name):
+    whole, resumed = numbers(runs, f"{name}-whole"), numbers(runs, f"{name}-resumed")
+    assert sorted(resumed) == [3, 4]
+    same(resumed, whole)
