@@ -49,7 +49,10 @@ def case(row: Row, *more: str) -> Case:
     flags = [*COMMON, *GROUPS, *row.flags, *vocabulary(row.tensor), "--micro-batch-size", str(sequences)]
     flags += [*(flag.replace("%s", base_name(row)) for flag in START), "--hq-recipe", f"{{folder}}/{row.recipe}.json"]
     flags += [*more, *["--use-distributed-optimizer"] * row.distributed_optimizer]
-    return Case(row.name, [SCRIPT, *flags, "--hq-metrics-file", f"{{folder}}/{row.name}.metrics"], row.ranks)
+    # Megatron wants 1 for tensor and context parallelism on GPUs before Blackwell, and anything else for FSDP2
+    environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8" if row.data.startswith("FSDP2") else "1"}
+    metrics = ["--hq-metrics-file", f"{{folder}}/{row.name}.metrics"]
+    return Case(row.name, [SCRIPT, *flags, *metrics], row.ranks, environment=environment)
 
 
 def refused(refusal: Refusal) -> Case:

@@ -42,6 +42,7 @@ class Case:
     argv: list[str]
     ranks: int | None = None
     patches: bool = False  # apply our patches for a script that does not ask for them
+    environment: dict[str, str] = field(default_factory=dict)  # added to the launch's
     exit: list[int] = field(default_factory=list)
     output: list[str] = field(default_factory=list)
 
@@ -55,10 +56,8 @@ def run_cases(cases: list[Case], folder: Path, timeout: float = 500, ranks: int 
 
 def described(cases: list[Case], folder: Path) -> list[dict]:
     """What run_mcore_cases.py runs."""
-    return [
-        {"name": c.name, "ranks": c.ranks, "patches": c.patches, "argv": [a.format(folder=folder) for a in c.argv]}
-        for c in cases
-    ]
+    return [dict(name=c.name, ranks=c.ranks, patches=c.patches, environment=c.environment,
+                 argv=[a.format(folder=folder) for a in c.argv]) for c in cases]  # fmt: skip
 
 
 def outcomes(cases: list[Case], folder: Path, ranks: int) -> dict[str, Case]:

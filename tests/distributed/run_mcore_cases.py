@@ -5,7 +5,7 @@
 Also run_training.py's, whose cases run on GPUs with NCCL: this process itself never touches those, so that its forks can.
 
 cases.json: a list of {"name", "argv": [script, ...] or ["-m", module, ...]} and maybe "ranks": 1, "patches": true (applied first, for scripts
-that do not ask for them), "seconds". A case runs on its ranks at the
+that do not ask for them), "environment", "seconds". A case runs on its ranks at the
 same time, with a process group of its own; the next begins when all have ended. For every case and rank the folder
 gets <name>.<rank>.out and a line in results.<rank>.jsonl: {"name", "exit", "seconds"}.
 """
@@ -59,6 +59,7 @@ def become(case: dict, ranks: int, port: int, output: Path) -> None:
         os.dup2(file, stream)
     for name in [n for n in os.environ if n.startswith("TORCHELASTIC")]:
         del os.environ[name]
+    os.environ |= case.get("environment", {})
     os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_PORT": str(port)}
     # Megatron starts a process for this queue in every run that saves, which imports everything again
     filesystem_async._results_queue = queue.Queue()
