@@ -171,12 +171,15 @@ void quantize(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int6
 // `row` and `col` are None or (spec, qdata, transposed, scale, amax, fixed_scale, measured, scratch).
 void quantize_pair(const py::object& row, const py::object& col, uintptr_t data, int dtype, int64_t m, int64_t k,
                    int64_t stride_m, int64_t stride_k, bool derived, uintptr_t sums, uintptr_t gate, uintptr_t rng,
-                   uintptr_t row_ids, uintptr_t noop, uintptr_t stream, int threads_or_device) {
+                   uintptr_t row_ids, uintptr_t noop, uintptr_t stream, int threads_or_device, uintptr_t grad,
+                   int64_t grad_stride) {
   const mh::Matrix x = matrix("data", data, dtype, m, k, stride_m, stride_k);
   mh::PairArgs pair{};
   pair.row.x = x;
   pair.sums = pointer<float>(sums);
   pair.gate = pointer<void>(gate);
+  pair.grad = pointer<void>(grad);
+  pair.grad_stride = grad_stride;
   int axis = 0;
   for (const py::object* side : {&row, &col}) {
     if (!side->is_none()) {
@@ -199,6 +202,9 @@ void quantize_pair(const py::object& row, const py::object& col, uintptr_t data,
   check(!derived || !pair.col.measured || pair.col.fixed_scale, "derived: the column's amax cannot be measured before the cast");
   const bool measures = (pair.row.measured && !pair.row.fixed_scale) || (pair.col.measured && !pair.col.fixed_scale);
   check(!gate || (kIsCuda && !measures), "gate: on CUDA only, and no amax can be measured before the cast");
+  check(!grad || (kIsCuda && !measures && !gate && k % 2 == 0 && !(pair.has_row && pair.row.out.transposed)),
+        "grad: on CUDA only, with an even number of columns, without gate, not with a row payload that is transposed, and no "
+        "amax can be measured before the cast");
   const Where w = where(stream, threads_or_device);
   run([&] { backend::quantize(pair, w); });
 }
@@ -261,7 +267,8 @@ PYBIND11_MODULE(MH_MODULE, m) {
   m.attr("PANEL_ROWS") = mh::kPanelRows;
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),
         py::arg("K"), py::arg("stride_m"), py::arg("stride_k"), py::arg("derived"), py::arg("sums"), py::arg("gate"),
-        py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"), py::arg(kWhereArg));
+        py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"), py::arg(kWhereArg), py::arg("grad") = 0,
+        py::arg("grad_stride") = 0);
   m.def("dequantize", &dequantize, py::arg("spec"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
         py::arg("amax"), py::arg("out"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
         py::arg("stride_k"), py::arg("outer"), py::arg("inverse_rht"), py::arg("stream"), py::arg(kWhereArg));

@@ -1,54 +1,90 @@
-"""SwiGLU cast as it is computed, for the linear that reads it: its result is never in memory but as payloads.
+"""SwiGLU cast as it is computed: its result for the linear that reads it, its gradient for the linear that made its input.
 
-The result is rounded to the input's dtype before it is cast, so the payloads are those of casting what `swiglu` gives.
+Neither is ever in memory but as payloads. Both are rounded to the input's dtype before they are cast, so the payloads are
+those of casting what `swiglu` and its backward give.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .formats import ROWWISE
+from .lean import takes_payloads
 from .linear import LOCAL, LinearCall
 from .ops_triton.launch import as_rows
-from .ops_triton.swiglu import gradient, swiglu
-from .plan import INPUT
+from .ops_triton.swiglu import gradient, product, swiglu
+from .plan import GRAD_OUTPUT, INPUT
 from .runtime import LinearRuntime
 from .tensor import HybridTensor
 
 
+@dataclass(frozen=True)
+class ComputedCast:
+    """The cast of one operand of a linear's call, of what a kernel computes on the way."""
+
+    call: LinearCall
+    operand: str
+    rowwise: bool
+    columnwise: bool
+
+    def possible(self) -> bool:
+        """On one rank, with plain tensors, columns from the original, nobody watching, and no scale that needs to know the
+        whole tensor before."""
+        plan = self.call.plan
+        lean = plan.lean if plan.sharding is None else None
+        return lean is not None and getattr(lean, self.operand).takes_computed and lean.has_states(self.call.state)
+
+    def __call__(self, x: torch.Tensor, shape, **computed) -> HybridTensor:
+        """Of x (M, K), computed as `kernels.cast_directions` says, as a tensor of this shape."""
+        plan, states = self.call.plan, (self.call.state or {}).get(self.operand)
+        row, col = getattr(plan.lean, self.operand)(x, self.rowwise, self.columnwise, states, **computed)
+        return HybridTensor.from_storages(row, col, shape, x.dtype, plan.quantizers[self.operand])
+
+
 class SwigluCast(torch.autograd.Function):
-    """x (..., 2F) -> `HybridTensor` (..., F) of the consumer's input quantizer."""
+    """x (..., 2F) -> (..., F); `forth` casts it, `back` casts the gradient of x, where they are there."""
 
     @staticmethod
-    def forward(ctx, x, call: LinearCall, columnwise: bool):
+    def forward(ctx, x, forth: ComputedCast | None, back: ComputedCast | None):
         rows = as_rows(x)
-        gate, up = rows.chunk(2, dim=1)
-        row, col = call.plan.lean.input(up, True, columnwise, (call.state or {}).get(INPUT), gate=gate)
         ctx.save_for_backward(rows)
-        ctx.shape = x.shape
-        return HybridTensor.from_storages(row, col, (*x.shape[:-1], up.shape[1]), x.dtype, call.plan.quantizers[INPUT])
+        ctx.shape, ctx.back = x.shape, back
+        gate, up = rows.chunk(2, dim=1)
+        shape = (*x.shape[:-1], up.shape[1])
+        return product(rows).view(shape) if forth is None else forth(up, shape, gate=gate)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (rows,) = ctx.saved_tensors
-        return gradient(dy, rows).view(ctx.shape), None, None
+        if ctx.back is None or torch.is_anomaly_enabled():  # which looks at values between functions
+            return gradient(dy, rows).view(ctx.shape), None, None
+        return ctx.back(rows, ctx.shape, grad=as_rows(dy)), None, None
 
 
-def casts_swiglu(call: LinearCall) -> bool:
-    """Whether a linear's input can be cast as SwiGLU computes it: on one rank, with plain tensors, columns from the
-    original, nobody watching, and no scale that needs to know the whole tensor before."""
-    lean, alone = call.plan.lean, call.plan.sharding is None
-    return alone and lean is not None and lean.input.takes_gate and lean.has_states(call.state)
+def swiglu_casts(x: torch.Tensor, runtime: LinearRuntime, weight: torch.Tensor, *, training: bool):
+    """The casts that can be made as they are computed, None for others: of `swiglu(x)` for the linear with this runtime and
+    weight, and of x's gradient for the linear that made x."""
+    call = runtime.call(x.device, LOCAL, training=training)
+    columnwise = torch.is_grad_enabled() and weight.requires_grad and call.plan.saved[INPUT] != ROWWISE
+    casts = [ComputedCast(call, INPUT, True, columnwise), None]
+    if takes_payloads(x):
+        needs = x.grad_fn.needs_input_grad
+        casts[1] = ComputedCast(x.grad_fn.call, GRAD_OUTPUT, needs[0], needs[1])
+    return tuple(cast if cast is not None and cast.possible() else None for cast in casts)
 
 
 def swiglu_for(x: torch.Tensor, bias, runtime: LinearRuntime, weight: torch.Tensor, *, training: bool) -> torch.Tensor:
-    """`silu(gate) * up` (..., F) of x (..., 2F) + bias (2F,), cast for the linear with this runtime and weight where
-    that takes no more than the kernel that computes it (CUDA); else as it is."""
+    """`silu(gate) * up` (..., F) of x (..., 2F), which nothing else reads, + bias (2F,).
+
+    On CUDA it is cast for the linear with this runtime and weight, and its gradient for the linear that made x, where that
+    takes no more than the kernel that computes it; else it is as it is.
+    """
     if bias is None and x.is_cuda and not torch.compiler.is_compiling():
-        call = runtime.call(x.device, LOCAL, training=training)
-        if casts_swiglu(call):
-            columnwise = torch.is_grad_enabled() and weight.requires_grad and call.plan.saved[INPUT] != ROWWISE
-            return SwigluCast.apply(x, call, columnwise)
+        casts = swiglu_casts(x, runtime, weight, training=training)
+        if any(casts):
+            return SwigluCast.apply(x, *casts)
     return swiglu(x, bias)

@@ -15,7 +15,7 @@ from .formats import COLUMNWISE, ROWWISE
 from .gemm import grouped as gemms
 from .grouped_columns import rows_and_columns
 from .groups import Groups
-from .linear import LinearCall, held_payloads, main_grad, placeholder_gradient, save_for_backward
+from .linear import LinearCall, main_grad, placeholder_gradient, save_for_backward
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .stacked import GroupedColumns, StackedWeight, columns_alignment, unstackable
 from .storage import QuantizedStorage
@@ -70,7 +70,7 @@ class GroupedCall:
     def rows(self, operand: str, x: torch.Tensor) -> QuantizedStorage:
         """The rowwise payload of x (T, K); a `HybridTensor` brings it."""
         if isinstance(x, HybridTensor):
-            return held_payloads(self.call.plan, operand, x, True, False)[0]
+            return self.call.plan.held_payloads(operand, x, True, False)[0]
         amax = self.call.start_amaxes(operand, x, True, False)()
         return self.call.plan.quantize(operand, x, rowwise=True, amax=amax, **self.call.keys(operand))[0]
 

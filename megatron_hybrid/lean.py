@@ -15,6 +15,7 @@ from .formats import COLUMNWISE, ROWWISE, Format
 from .quantizer import HybridQuantizer, as_matrix
 from .saved import main_grad, placeholder_gradient, save_for_backward
 from .storage import QuantizedStorage
+from .tensor import HybridTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -76,14 +77,14 @@ class OperandCast:
         self.col = SideCast(quantizer.columnwise, COLUMNWISE, transposed, device_type)
 
     @property
-    def takes_gate(self) -> bool:
+    def takes_computed(self) -> bool:
         """Whether both directions can be cast as they are computed: no scale needs to know all of it before."""
         return all(s.quantized and (s.format.is_stateful or not s.measures) for s in (self.row, self.col))
 
-    def __call__(self, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes=(None, None), sums=None, gate=None):
+    def __call__(self, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes=(None, None), sums=None, **computed):
         """(rowwise, columnwise) payloads of `x` (M, K), None where not asked for.
 
-        amaxes: those known, contiguous. sums, gate: see `kernels.cast_directions`.
+        amaxes: those known, contiguous. sums, computed: see `kernels.cast_directions`.
         """
         row = col = rows = cols = alive_row = alive_col = None
         if rowwise:
@@ -91,7 +92,7 @@ class OperandCast:
         if columnwise:
             col, cols, alive_col = self.col.made(x, states, amaxes[1])
         if rows is not None or cols is not None or sums is not None:
-            kernels.cast_directions(x, rows, cols, sums=sums, gate=gate)
+            kernels.cast_directions(x, rows, cols, sums=sums, **computed)
         del alive_row, alive_col  # not before
         return row, col
 
@@ -188,10 +189,13 @@ def _backward(ctx, dy):
     call, weight, needs = ctx.call, ctx.weight, ctx.needs_input_grad
     plan, lean, states = call.plan, call.plan.lean, call.state or {}
     x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
-    dx = dw = db = None
+    dx = dw = db = sums = None
     dy2d = dy if dy.dim() == 2 else as_matrix(dy)
-    sums = kernels.sum_parts(dy2d) if needs[2] and lean.sums else None
-    dy_row, dy_col = lean.grad_output(dy2d, needs[0], needs[1], states.get("grad_output"), sums=sums)
+    if type(dy) is HybridTensor:  # cast as it was computed, see `takes_payloads`
+        dy_row, dy_col = plan.held_payloads("grad_output", dy2d, needs[0], needs[1])
+    else:
+        sums = kernels.sum_parts(dy2d) if needs[2] and lean.sums else None
+        dy_row, dy_col = lean.grad_output(dy2d, needs[0], needs[1], states.get("grad_output"), sums=sums)
     if needs[0]:
         w_col = w_kept if lean.keeps_weight else lean.weight(w_kept, False, True, states.get("weight"))[1]
         dx = plan.run("dgrad", dy_row, w_col, ctx.dtype)
@@ -207,3 +211,10 @@ def _backward(ctx, dy):
 
 
 _backward_once = once_differentiable(_backward)
+
+
+def takes_payloads(x) -> bool:
+    """Whether the gradient of `x`, which nothing else reads, can be a `HybridTensor` of the payloads that the linear which
+    made `x` casts it to: its backward is the next and takes no sums of it."""
+    node = x.grad_fn
+    return type(node) is LeanLinear._backward_cls and not node.needs_input_grad[2] and not x._backward_hooks

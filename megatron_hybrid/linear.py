@@ -122,7 +122,7 @@ class LinearCall:
         code does not use.
         """
         if isinstance(x, HybridTensor):
-            return held_payloads(self.plan, operand, x, rowwise, columnwise)
+            return self.plan.held_payloads(operand, x, rowwise, columnwise)
 
         def cast(x, *, rowwise, columnwise):
             return self.cast(operand, x, rowwise=rowwise, columnwise=columnwise, amax=amax)
@@ -192,28 +192,6 @@ def start_amaxes(calls: list[LinearCall], operand: str, tensors, wanted: list[tu
     wait = calls[0].comm.start_max(list(own.values()))
     found = functools.cache(lambda: dict(zip(own, wait())))
     return [lambda pair=pair: tuple(found().get(id(a)) for a in pair) for pair in pairs]
-
-
-def held_payloads(plan: GemmPlan, operand: str, x: HybridTensor, rowwise: bool, columnwise: bool):
-    """(rowwise, columnwise) payloads of an operand that was quantized before, no cast.
-
-    Raises `PlanError` when they are not what the plan's own cast would be: other formats, a missing direction, or one
-    that an update left behind.
-    """
-    quantizer, spec = plan.quantizers[operand], x.spec
-    source = spec.quantizer[2]
-    wanted = rowwise, columnwise
-    held = [payload(x, direction) if want else None for direction, want in zip(DIRECTIONS, wanted)]
-    for direction, want, s, fmt in zip(DIRECTIONS, wanted, held, quantizer.formats()):
-        same_source = direction == ROWWISE or source == quantizer.columnwise_source
-        fresh = direction not in spec.stale or direction in x._stale.promised
-        if want and not (s is not None and s.format == fmt and same_source and fresh):
-            raise PlanError(
-                f"{plan.label}: {operand} was quantized before, to {x.describe()}, columnwise_source={source}"
-                f"{'' if fresh else f' ({direction} is stale)'}; the plan needs {operand}.{direction} {fmt}, "
-                f"columnwise_source={quantizer.columnwise_source}"
-            )
-    return held
 
 
 class HybridLinearFunction(torch.autograd.Function):

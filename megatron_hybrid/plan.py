@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 import torch
 
 from . import gemm as gemms
-from .formats import COLUMNWISE, ROWWISE, nearest
+from .formats import COLUMNWISE, DIRECTIONS, ROWWISE, nearest
 from .gemm import DIMENSIONS, OPERANDS, DeviceKind, GemmBackend, GemmPair
 from .lean import LeanCasts
 from .quantizer import HybridQuantizer, as_matrix
 from .sharding import PAYLOAD as TRAVELS
 from .sharding import ROW_PAYLOAD, Sharding, column_gather, covers_other_ranks, cuts_blocks, row_gather
 from .storage import QuantizedStorage, derive_columnwise
+from .tensor import HybridTensor, payload
 
 INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
 ORIGINAL, PAYLOAD = "original", "payload"
@@ -166,6 +167,27 @@ class GemmPlan:
         return self.quantizers[operand].cast(
             as_matrix(x), rowwise=rowwise, columnwise=columnwise, transposed=self.transposed(operand), **keys
         )
+
+    def held_payloads(self, operand: str, x: HybridTensor, rowwise: bool, columnwise: bool):
+        """(rowwise, columnwise) payloads of an operand that was quantized before, no cast.
+
+        Raises `PlanError` when they are not what this plan's own cast would be: other formats, a missing direction, or
+        one that an update left behind.
+        """
+        quantizer, spec = self.quantizers[operand], x.spec
+        source = spec.quantizer[2]
+        wanted = rowwise, columnwise
+        held = [payload(x, direction) if want else None for direction, want in zip(DIRECTIONS, wanted)]
+        for direction, want, s, fmt in zip(DIRECTIONS, wanted, held, quantizer.formats()):
+            same_source = direction == ROWWISE or source == quantizer.columnwise_source
+            fresh = direction not in spec.stale or direction in x._stale.promised
+            if want and not (s is not None and s.format == fmt and same_source and fresh):
+                raise PlanError(
+                    f"{self.label}: {operand} was quantized before, to {x.describe()}, columnwise_source={source}"
+                    f"{'' if fresh else f' ({direction} is stale)'}; the plan needs {operand}.{direction} {fmt}, "
+                    f"columnwise_source={quantizer.columnwise_source}"
+                )
+        return held
 
     def derive(self, operand: str, row: QuantizedStorage, *, rng=None, state=None, reduce_amax=None):
         """The columnwise payload from a rowwise one."""

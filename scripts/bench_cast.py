@@ -18,7 +18,7 @@ from megatron_hybrid import kernels
 from megatron_hybrid.explain import Table
 from megatron_hybrid.formats import COLUMNWISE, ROWWISE
 from megatron_hybrid.lean import OperandCast
-from megatron_hybrid.ops_triton.swiglu import swiglu
+from megatron_hybrid.ops_triton.swiglu import gradient, swiglu
 
 DERIVED = "rowwise_dequantized"
 CASES = [  # (goal, rowwise, columnwise, source)
@@ -140,8 +140,10 @@ class Bench:
                 self.add(goal, what, run, self.inputs, nbytes, lambda q=q: check(q, x))
 
     def fused(self):
-        """What a cast takes along: sums of columns, and SwiGLU of (M, 2F), each beside the same in kernels of their own."""
+        """What a cast takes along: sums of columns, SwiGLU of (M, 2F) and its gradient, each beside the same in kernels of
+        their own."""
         x = self.inputs[0]
+        dy = self.inputs[1][:, : x.shape[1] // 2].contiguous()
         for name in FUSED:
             cast = OperandCast(mh.HybridQuantizer(name, name), True, "cuda")
             states = cast_states(name)
@@ -166,7 +168,18 @@ class Bench:
             def equal(gated=gated, after_swiglu=after_swiglu):
                 return all(same_bytes(a.qdata, b.qdata) for a, b in zip(gated(x), after_swiglu(x)))
 
-            half = x.nbytes + payload // 2
+            def back(x, cast=cast, states=states):
+                return cast(x, True, True, states, grad=dy)
+
+            def after_back(x, cast=cast, states=states):
+                return cast(gradient(dy, x), True, True, states)
+
+            def equal_back(back=back, after_back=after_back):
+                return all(same_bytes(a.qdata, b.qdata) for a, b in zip(back(x), after_back(x)))
+
+            half, three = x.nbytes + payload // 2, x.nbytes + dy.nbytes + payload
+            self.add("-", f"swiglu's gradient in {name} | {name}", back, self.inputs, three, equal_back)
+            self.add("-", f"swiglu's gradient before {name} | {name}", after_back, self.inputs, three, lambda: None)
             self.add("-", f"sums with {name} | {name}", with_sums, self.inputs, x.nbytes + payload, lambda: None)
             self.add("-", f"torch's sum after {name} | {name}", after_sum, self.inputs, x.nbytes + payload, lambda: None)
             self.add("-", f"swiglu in {name} | {name}", gated, self.inputs, half, equal)

@@ -11,6 +11,7 @@ be off more than twice as far. Without a GPU it runs on the CPU, for trying the 
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import logging
 import time
@@ -33,12 +34,15 @@ with quiet_missing_te_warnings():
     from megatron.core import mpu, tensor_parallel
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.transformer_config import TransformerConfig
     from megatron.training.models.gpt import GPTModelBuilder, GPTModelConfig
 
     from megatron_hybrid import Recipe
+    from megatron_hybrid.gated_cast import SwigluCast, swiglu_casts
     from megatron_hybrid.mcore import driver
     from megatron_hybrid.mcore.spec import HybridLayerSpec
+    from megatron_hybrid.ops_triton.swiglu import swiglu
 
 # Transformer Engine's ms in another call (performance.md's table), and what its recipe is called in Megatron's flags
 TE_TABLE = {"bf16": 102.1, "fp8_delayed": 78.9, "fp8_current": 80.8, "fp8_block": 88.1}
@@ -90,6 +94,8 @@ def parse_args() -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--main-grad", nargs="*", default=[], metavar="RECIPE",
                         help="time these with gradients added into FP32 main_grad too (P10b)")
+    parser.add_argument("--apart", nargs="*", default=[], metavar="RECIPE",
+                        help="time these with SwiGLU, and with its gradient, in kernels of their own too")
     parser.add_argument("--no-check", action="store_true", help="leave the comparison with FP32 out")
     parser.add_argument("--profile", action="store_true", help="kernels of one step by kind, and the longest ones")
     parser.add_argument("--json", help="write rows, card, versions and commit here")
@@ -140,6 +146,23 @@ def ours(args, recipe, *, fused: bool | None = None, name=None, main_grad=False,
         add_main_grads(model)
     subject.own = allocated() - before
     return subject
+
+
+def ours_apart(args, recipe) -> list[Subject]:
+    """What SwiGLU inside casts saves: the same model with its gradient in a kernel of its own, and with both."""
+    found = [ours(args, recipe, name=f"{recipe} {what} apart") for what in ("gradient", "swiglu and gradient")]
+    for subject, forward_too in zip(found, (False, True)):
+        for module in subject.model.modules():
+            if isinstance(module, MLP):
+                module.forward = functools.partial(_mlp_apart, module, forward_too)
+    return found
+
+
+def _mlp_apart(mlp, forward_too: bool, hidden_states, per_token_scale=None):
+    """`FusedMLP.forward` with SwiGLU's gradient, or with both, written in high precision and then cast."""
+    h, fc2 = mlp.linear_fc1(hidden_states)[0], mlp.linear_fc2
+    forth, _ = swiglu_casts(h, fc2.hq, fc2.weight, training=fc2.training)
+    return fc2(swiglu(h) if forward_too or forth is None else SwigluCast.apply(h, forth, None))
 
 
 def peers(args) -> list[Subject]:
@@ -292,6 +315,8 @@ def measure(args, data) -> list[dict]:
         subjects.append(ours(args, recipe))
         if recipe in args.plain:
             subjects.append(ours(args, recipe, fused=False, name=f"{recipe} plain torch"))
+        if recipe in args.apart and ON_GPU:
+            subjects += ours_apart(args, recipe)
         if recipe in args.main_grad:
             subjects.append(ours(args, recipe, main_grad=True, name=f"{recipe} main_grad"))
     subjects += peers(args)

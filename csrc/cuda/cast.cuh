@@ -1,5 +1,5 @@
 // The cast kernel: a thread block brings a tile into shared memory once and casts it along rows, along columns, or both, and sums its columns where it is asked to. The tile
-// is the tensor's, or silu(gate) * up of two.
+// is the tensor's, or computed from others (computed.cuh).
 //
 // Rows: a thread takes a line of 16, eight threads a row, and writes its codes straight to global memory. Columns: a
 // thread takes lines of two neighbouring columns, 32 rows in two steps, and the codes go through shared memory so that
@@ -7,6 +7,7 @@
 // second look at the tile (32 rows), or through shared memory (128 rows, square tiles).
 #pragma once
 
+#include "computed.cuh"
 #include "panels.cuh"
 
 namespace mh::cuda {
@@ -300,6 +301,20 @@ __device__ inline void raise_history(const Direction& d, int32_t* block_most, in
   if (threadIdx.x == 0) atomicMax(reinterpret_cast<int32_t*>(d.history), *block_most > kInfBits ? kNanBits : *block_most);
 }
 
+// Brings a tile into shared memory, as it is or computed; wait_copies and a barrier end it.
+template <class T>
+__device__ __forceinline__ void fill_tile(const CastArgs& a, const Tile& t, char* tile) {
+  using Raw = const typename T::Raw;
+  auto* const x = static_cast<Raw*>(a.x.data);
+  const int64_t rows = a.x.row_stride, cols = a.x.col_stride;
+  if (a.grad)
+    compute_tile<T>(SwigluGradient<T>{x, static_cast<Raw*>(a.grad), rows, cols, a.grad_stride, a.x.cols / 2}, a.vector, t, tile);
+  else if (a.gate)
+    compute_tile<T>(Swiglu<T>{static_cast<Raw*>(a.gate), x, rows, cols}, a.vector, t, tile);
+  else
+    start_tile<T>(a.x, a.vector, t, tile);
+}
+
 // Thread blocks a multiprocessor runs at once: they hide each other's loads. Four leave 64 registers a thread; transforms
 // and random bits need 80, and FP32 tiles fill the shared memory with two.
 template <class T, Kind row, Kind col>
@@ -322,10 +337,7 @@ __global__ void __launch_bounds__(kThreads, (kBlocksAtOnce<T, row, col>)) cast_t
   if (item.look) look<T>(a, item);
   if (!item.cast) return;
   const Tile t = a.tiling.tile(item.at);
-  if (a.gate)
-    gate_tile<T>(a.x, a.gate, a.vector, t, tile);
-  else
-    start_tile<T>(a.x, a.vector, t, tile);
+  fill_tile<T>(a, t, tile);
   if (a.panels.done) {
     if (threadIdx.x == 0) wait_for(a.panels, item.panel);
     __syncthreads();

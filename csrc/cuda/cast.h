@@ -35,6 +35,8 @@ struct Panels {
 struct CastArgs {
   Matrix x;
   const void* gate;  // null, or of x's strides: silu(gate) * x is cast
+  const void* grad;  // null, or of half as many columns: the gradient of SwiGLU at x is cast
+  int64_t grad_stride;
   bool vector;
   Tiling tiling;
   uint32_t items;  // of work, one a thread block: tiles, and looks for row amaxes

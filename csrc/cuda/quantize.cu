@@ -51,6 +51,17 @@ bool loads_vectors(const Matrix& x) {
   return x.col_stride == 1 && access_width(x.data, x.row_stride * size) == kVector;
 }
 
+bool is_computed(const PairArgs& p) { return p.gate || p.grad; }
+
+// Whether tiles are read 16 bytes at a time: computed ones need whole chunks of everything that they come from.
+bool loads_vectors(const PairArgs& p, const Matrix& x) {
+  if (!loads_vectors(x)) return false;
+  constexpr int kMost = kVector / 2;  // elements of a chunk
+  if (p.gate) return access_width(p.gate, 0) == kVector && x.cols % kMost == 0;
+  const int64_t size = x.dtype == Dtype::f32 ? 4 : 2;
+  return !p.grad || (access_width(p.grad, p.grad_stride * size) == kVector && x.cols / 2 % kMost == 0);
+}
+
 // The kernel writes payloads of lines along K as they lie, so at most one way of looking at the matrix may fit: that
 // with an untransposed row payload, or the swapped one with a transposed column payload.
 bool fits(const PairArgs& p, bool swapped) {
@@ -60,7 +71,7 @@ bool fits(const PairArgs& p, bool swapped) {
 // Whether the kernel sees the transposed matrix: where its memory runs along M, or where only that fits. Sums are over M as
 // the kernel sees it.
 bool sees_swapped(const PairArgs& p, const Matrix& x) {
-  const bool prefers = !p.sums && !p.gate && x.col_stride != 1 && x.row_stride == 1;
+  const bool prefers = !p.sums && !is_computed(p) && x.col_stride != 1 && x.row_stride == 1;
   return fits(p, prefers) ? prefers : !prefers;
 }
 
@@ -81,11 +92,12 @@ void launch_pair(const PairArgs& p, bool looks, const Where& where) {
   const bool swapped = sees_swapped(p, x);
   CastArgs a{};
   a.x = swapped ? transposed(x) : x;
-  a.gate = p.gate;
-  a.vector = loads_vectors(a.x) && (!p.gate || (access_width(p.gate, 0) == kVector && a.x.cols % (kVector / 2) == 0));
+  a.gate = p.gate, a.grad = p.grad, a.grad_stride = p.grad_stride;
+  a.vector = loads_vectors(p, a.x);
   // after an amax pass, backwards: the end of what that pass read is still in the L2
   const bool after_pass = (p.has_row && is_measured(p.row)) || (p.has_col && is_measured(p.col));
   a.tiling = make_tiling(a.x.rows, a.x.cols, after_pass && !looks);
+  a.tiling.halves = p.grad != nullptr;
   a.items = a.tiling.count;
   if (looks) {
     const auto looks_across = static_cast<uint32_t>((x.cols + kLookCols - 1) / kLookCols);

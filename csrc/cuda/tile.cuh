@@ -17,15 +17,17 @@ struct Tile {
   int rows, cols;
 };
 
-// How a matrix splits into tiles, one a thread block. `backwards`: the last one first.
+// How a matrix splits into tiles, one a thread block. `backwards`: the last one first. `halves`: the tiles of a row's halves
+// in turn, so that what both read is still in the L2 for the second.
 struct Tiling {
   int64_t m, k;
   uint32_t across, count;
-  bool backwards;
+  bool backwards, halves;
 
   __device__ Tile tile(uint32_t index) const {
-    const uint32_t at = backwards ? count - 1 - index : index, row = at / across;
-    const int64_t m0 = static_cast<int64_t>(row) * kTile, k0 = static_cast<int64_t>(at - row * across) * kTile;
+    const uint32_t at = backwards ? count - 1 - index : index, row = at / across, turn = at - row * across;
+    const uint32_t col = halves ? turn / 2 + turn % 2 * ((across + 1) / 2) : turn;
+    const int64_t m0 = static_cast<int64_t>(row) * kTile, k0 = static_cast<int64_t>(col) * kTile;
     return Tile{m0, k0, static_cast<int>(min(m - m0, static_cast<int64_t>(kTile))),
                 static_cast<int>(min(k - k0, static_cast<int64_t>(kTile)))};
   }
@@ -34,7 +36,7 @@ struct Tiling {
 inline Tiling make_tiling(int64_t m, int64_t k, bool backwards) {
   const int64_t across = (k + kTile - 1) / kTile, count = across * ((m + kTile - 1) / kTile);
   if (count > kMaxGrid / 2) throw std::runtime_error("megatron_hybrid._C_cuda: a matrix of more than 2^44 elements");
-  return Tiling{m, k, static_cast<uint32_t>(across), static_cast<uint32_t>(count), backwards};
+  return Tiling{m, k, static_cast<uint32_t>(across), static_cast<uint32_t>(count), backwards, false};
 }
 
 template <class T>
@@ -75,41 +77,6 @@ __device__ void start_tile(const Matrix& x, bool vector, const Tile& t, char* ti
     const int i = down ? at % kTile : at / kTile, j = down ? at / kTile : at % kTile;
     const bool inside = i < t.rows && j < t.cols;
     *reinterpret_cast<Raw*>(tile + element_offset<T>(i, j)) = inside ? base[i * x.row_stride + j * x.col_stride] : Raw{};
-  }
-}
-
-// A tile of silu(gate) * x, rounded to T, with zeros where the matrix ends. `vector` as in start_tile, of both, and whole chunks.
-template <class T>
-__device__ void gate_tile(const Matrix& x, const void* gate, bool vector, const Tile& t, char* tile) {
-  using Raw = typename T::Raw;
-  constexpr int kPerChunk = kVector / static_cast<int>(sizeof(Raw)), kChunks = kTile / kPerChunk;
-  const int64_t first = t.m0 * x.row_stride + t.k0 * x.col_stride;
-  const Raw *ups = static_cast<const Raw*>(x.data) + first, *gates = static_cast<const Raw*>(gate) + first;
-  if (!vector) {
-    for (int at = threadIdx.x; at < kTile * kTile; at += kThreads) {
-      const int i = at / kTile, j = at % kTile;
-      const int64_t offset = i * x.row_stride + j * x.col_stride;
-      const bool inside = i < t.rows && j < t.cols;
-      *reinterpret_cast<Raw*>(tile + element_offset<T>(i, j)) =
-          inside ? T::store(silu(load_raw<T>(gates[offset])) * load_raw<T>(ups[offset])) : Raw{};
-    }
-    return;
-  }
-#pragma unroll 2
-  for (int n = 0; n < kTile * kChunks / kThreads; ++n) {
-    const int at = n * kThreads + threadIdx.x, i = at / kChunks, chunk = at % kChunks;
-    Pair<T> both[2][kPerChunk / 2] = {};
-    if (i < t.rows && chunk * kPerChunk < t.cols) {
-      const int64_t offset = i * x.row_stride + chunk * kPerChunk;
-      const uint4 v[2] = {*reinterpret_cast<const uint4*>(gates + offset), *reinterpret_cast<const uint4*>(ups + offset)};
-      memcpy(both, v, sizeof both);
-    }
-    MH_UNROLL
-    for (int e = 0; e < kPerChunk / 2; ++e)
-      both[0][e] = Pair<T>::near(silu(both[0][e].lo()) * both[1][e].lo(), silu(both[0][e].hi()) * both[1][e].hi());
-    uint4 out;
-    memcpy(&out, both[0], sizeof out);
-    *reinterpret_cast<uint4*>(tile + chunk_offset<T>(i, chunk)) = out;
   }
 }
 

@@ -65,13 +65,17 @@ struct QuantizeArgs {
 // Both directions of one tensor, or one of them. `derived`: the column is cast from the row's decode, rounded to the
 // dtype of `x`. `sums`: CUDA only, null or one FP32 row of sums over M a kPanelRows rows of `x`, taken in the same read;
 // then neither direction need be there, and `row.x` is the tensor. `gate`: CUDA only, null or a matrix of the shape, dtype
-// and strides of `x`; what is cast and summed is then silu(gate) * x, rounded to that dtype.
+// and strides of `x`; what is cast and summed is then silu(gate) * x, rounded to that dtype. `grad`: CUDA only, null or a
+// matrix of that dtype with the rows of `x`, `grad_stride` elements apart, and half its columns, contiguous; what is cast and
+// summed is then the gradient of gate and up, side by side in `x`, for `grad` being that of silu(gate) * up.
 struct PairArgs {
   QuantizeArgs row, col;
   bool has_row, has_col;
   bool derived;
   float* sums;
   const void* gate;
+  const void* grad;
+  int64_t grad_stride;
 };
 
 struct DequantizeArgs {

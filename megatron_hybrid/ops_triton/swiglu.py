@@ -46,6 +46,17 @@ def _swiglu_backward(dy, x, bias, dx, dy_stride, stride, F, BIASED: tl.constexpr
     tl.store(dx + row * 2 * F + F + col, d * gate * s, mask=col < F)
 
 
+def product(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """y (M, F) of rows x (M, 2F)."""
+    M, F = x.shape[0], x.shape[1] // 2
+    y = torch.empty(M, F, dtype=x.dtype, device=x.device)
+    with on_device(x):
+        _swiglu_forward[M, triton.cdiv(F, _BLOCK)](
+            x, x if bias is None else bias, y, x.stride(0), F, BIASED=bias is not None, BLOCK=_BLOCK
+        )
+    return y
+
+
 def gradient(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Gradient (M, 2F) of rows x (M, 2F) from that of y, dy (..., F)."""
     M, F = x.shape[0], x.shape[1] // 2
@@ -64,15 +75,9 @@ class SwigluFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, bias):
         rows = as_rows(x)
-        M, F = rows.shape[0], rows.shape[1] // 2
-        y = torch.empty(*x.shape[:-1], F, dtype=x.dtype, device=x.device)
-        with on_device(x):
-            _swiglu_forward[M, triton.cdiv(F, _BLOCK)](
-                rows, rows if bias is None else bias, y, rows.stride(0), F, BIASED=bias is not None, BLOCK=_BLOCK
-            )
         ctx.save_for_backward(rows, bias)
         ctx.shape = x.shape
-        return y
+        return product(rows, bias).view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable

@@ -146,6 +146,10 @@ int main(int argc, char** argv) {
     if (one_in(4) && !(p.has_row && p.row.out.transposed)) p.sums = buffers.get<float>(blocks(x.rows, kPanelRows) * x.cols);
     const auto measures = [](const QuantizeArgs& a) { return a.measured && !a.fixed_scale; };
     if (one_in(4) && !measures(p.row) && !measures(p.col)) p.gate = x.data;
+    if (one_in(3) && !measures(p.row) && !measures(p.col) && !p.gate && x.cols % 2 == 0 && !(p.has_row && p.row.out.transposed)) {
+      p.grad_stride = x.cols / 2 + (one_in(2) ? 8 : 0);
+      p.grad = buffers.get<uint8_t>(((x.rows - 1) * p.grad_stride + x.cols / 2) * (x.dtype == Dtype::f32 ? 4 : 2));
+    }
     cuda::quantize(p, kHere);
     if (p.has_row) decode(buffers, p.row);
     if (p.has_col) decode(buffers, p.col);

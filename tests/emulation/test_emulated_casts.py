@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+import megatron_hybrid as mh
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
 from megatron_hybrid.storage import _side, cast, derive_columnwise
+from megatron_hybrid.tensor import HybridTensor
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
 from megatron_hybrid.testing.generators import cast_input, make_input
 
@@ -33,7 +35,7 @@ def emulated(tmp_path_factory):
     return module
 
 
-def cast_emulated(module, outs, x, states, rng, derived=False, sums=None, gate=None):
+def cast_emulated(module, outs, x, states, rng, derived=False, sums=None, gate=None, grad=None):
     """`storage.cast_pair` through the emulated extension; an output that is None is left out."""
     sides, copies, keep = [], [], []
     for out, state in zip(outs, states):
@@ -50,7 +52,8 @@ def cast_emulated(module, outs, x, states, rng, derived=False, sums=None, gate=N
         sides.append((spec, *side.arguments(out.direction, x.device, scratch)[1:]))
     words = rng.words(x.shape[1])
     address = [kernels._ptr(t) for t in (sums, gate, words, rng.row_ids)]
-    module.quantize_pair(*sides, *kernels._matrix(x), derived, *address, 0, 0, 0)
+    of_grad = () if grad is None else (grad.data_ptr(), grad.stride(0))
+    module.quantize_pair(*sides, *kernels._matrix(x), derived, *address, 0, 0, 0, *of_grad)
 
 
 @pytest.mark.parametrize("row", FORMATS)
@@ -100,26 +103,112 @@ def test_sums_of_columns(emulated, row):
 
 
 GATED = ("fp8_delayed_e5m2", "fp8_block_e4m3", "mxfp8_e4m3", "mxfp8_e5m2:2d")
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+def sigmoid(gate):
+    """As the kernels' plain code computes it."""
+    return 1.0 / (1.0 + exp_minus(gate))
+
+
+def exp_minus(x):
+    return torch.exp2((-x * 1.44269504088896340736).double()).float()
+
+
+def swiglu(x):
+    gate, up = x.float().chunk(2, dim=-1)
+    return (gate / (1.0 + exp_minus(gate)) * up).to(x.dtype)
+
+
+def swiglu_gradient(dy, x):
+    gate, up, d = *x.float().chunk(2, dim=-1), dy.float()
+    s = sigmoid(gate)
+    fused = (gate.double() * (1.0 - s).double() + 1.0).float()  # rounded once, as the hardware does
+    return torch.cat((d * up * s * fused, d * gate * s), dim=-1).to(x.dtype)
+
+
+def check_computed(emulated, y, x, names, **computed):
+    """Payloads, sums and histories of a cast that computes y are those of y cast."""
+    outs = [empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)]
+    sums = torch.full((-(-y.shape[0] // emulated.PANEL_ROWS), y.shape[1]), float("nan"))
+    states = new_states(names, "cpu")
+    cast_emulated(emulated, outs, x, states, new_rng("cpu", *y.shape), sums=sums, **computed)
+    assert torch.equal(sums.nan_to_num(7.0), panel_sums(y).nan_to_num(7.0)), (names, y.shape)
+    for out, name, state in zip(outs, names, states):
+        (own,) = new_states([name], "cpu")
+        expected = cast(y, parse_format(name), out.direction, state=own, transposed=out.direction == COLUMNWISE)
+        assert_same(out, expected, f"{names} {tuple(y.shape)} {out.direction}")
+        if own is not None:
+            assert_bitwise_equal(state.history, own.history, "history", any_nan=True)
 
 
 @pytest.mark.parametrize("row", GATED)
 def test_swiglu_on_the_way(emulated, row):
     """The payloads and sums are those of the rounded silu(gate) * up, never in memory; NaN and Inf too."""
-    for turn, (col, shape) in enumerate(itertools.product(GATED, SHAPES)):
-        M, K = shape
-        x = lay_out(cast_input(make_input("special" if turn % 2 else "normal", (M, 2 * K)), ("bfloat16", "float16", "float32")[turn % 3]),
-                    LAYOUTS[turn % 4])  # fmt: skip
-        gate, up = x.chunk(2, dim=1)
-        outs = [empty(n, d, up, d == COLUMNWISE) for n, d in zip((row, col), DIRECTIONS)]
-        sums = torch.full((-(-M // emulated.PANEL_ROWS), K), float("nan"))
-        states = new_states((row, col), "cpu")
-        cast_emulated(emulated, outs, up, states, new_rng("cpu", M, K), sums=sums, gate=gate)
-        power = torch.exp2((-gate.float() * 1.44269504088896340736).double()).float()
-        y = (gate.float() / (1.0 + power) * up.float()).to(x.dtype)
-        assert torch.equal(sums.nan_to_num(7.0), panel_sums(y).nan_to_num(7.0)), (col, shape)
-        for out, name, state in zip(outs, (row, col), states):
-            (own,) = new_states([name], "cpu")
-            expected = cast(y, parse_format(name), out.direction, state=own, transposed=out.direction == COLUMNWISE)
-            assert_same(out, expected, f"{row} | {col} {shape} {out.direction}")
-            if own is not None:
-                assert_bitwise_equal(state.history, own.history, "history", any_nan=True)
+    for turn, (col, (M, K)) in enumerate(itertools.product(GATED, SHAPES)):
+        x = cast_input(make_input("special" if turn % 2 else "normal", (M, 2 * K)), DTYPES[turn % 3])
+        gate, up = lay_out(x, LAYOUTS[turn % 4]).chunk(2, dim=1)
+        check_computed(emulated, swiglu(x), up, (row, col), gate=gate)
+
+
+@pytest.mark.parametrize("row", GATED)
+def test_the_gradient_of_swiglu_on_the_way(emulated, row):
+    """The same of the gradients of gate and up, also where a tile holds the end of one and the start of the other."""
+    for turn, (col, (M, F)) in enumerate(itertools.product(GATED, SHAPES)):
+        kind, dtype = "special" if turn % 2 else "normal", DTYPES[turn % 3]
+        x, dy = (cast_input(make_input(kind, (M, width)), dtype) for width in (2 * F, F + 8 * (turn % 3)))
+        dy = dy[:, turn % 3 :][:, :F]
+        check_computed(emulated, swiglu_gradient(dy, x), lay_out(x, LAYOUTS[turn // 4 % 4]), (row, col), grad=dy)
+
+
+class Plain(torch.autograd.Function):
+    """SwiGLU as two kernels of its own."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return swiglu(x)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return swiglu_gradient(dy, *ctx.saved_tensors)
+
+
+@pytest.fixture
+def emulated_linears(emulated, monkeypatch):
+    """Linears on the CPU whose casts are the emulated ones."""
+    monkeypatch.setattr(kernels, "extension", lambda device_type: emulated)
+    kernels._spec.cache_clear()
+    yield
+    kernels._spec.cache_clear()
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block", "fp8_delayed", "fp8_current", "bf16"])
+def test_linears_around_swiglu(emulated_linears, recipe):
+    """Output, gradients, histories and counts of two linears with SwiGLU in their casts and between them; the gradient of
+    fc1's output is never there in high precision."""
+    gated_cast = pytest.importorskip("megatron_hybrid.gated_cast", reason="needs triton")
+    found = []
+    for inside in (True, False):
+        torch.manual_seed(0)
+        made = dict(recipe=recipe, dtype=torch.bfloat16)
+        fc1, fc2 = mh.HybridLinear(64, 320, bias=False, name="fc1", **made), mh.HybridLinear(160, 32, name="fc2", **made)
+        ctl, seen = mh.prepare(torch.nn.ModuleList((fc1, fc2))), []
+        for step in (1, 2):
+            ctl.begin_step(step)
+            x = torch.randn(2, 70, 64).bfloat16().requires_grad_()
+            h = fc1(x)
+            casts = gated_cast.swiglu_casts(h, fc2.hq, fc2.weight, training=True)
+            assert tuple(c is not None for c in casts) == (recipe in ("mxfp8", "fp8_block", "fp8_delayed"),) * 2
+            y = gated_cast.SwigluCast.apply(h, *casts) if inside and any(casts) else Plain.apply(h)
+            h.grad_fn.register_prehook(lambda grads: seen.append(type(grads[0])))
+            out = fc2(y)
+            out.backward(torch.randn(2, 70, 32).bfloat16())
+            ctl.end_step()
+            weights = [p.grad for layer in (fc1, fc2) for p in layer.parameters()]
+            buffers = [b for layer in (fc1, fc2) for _, b in layer.hq.named_buffers()]
+            found.append([out.detach(), x.grad, *weights, *(b.clone() for b in buffers)])
+        assert set(seen) == {HybridTensor if inside and any(casts) else torch.Tensor}
+        found.append(fc1.plan.calls)
+    for a, b in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
+        assert a == b if isinstance(a, dict) else all(map(torch.equal, a, b))

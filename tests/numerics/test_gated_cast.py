@@ -1,4 +1,4 @@
-"""SwiGLU inside the cast of the linear that reads it gives the bytes of SwiGLU and a cast, and the same gradients."""
+"""SwiGLU inside the casts of the linears around it, forward and backward, gives the bytes of SwiGLU and casts."""
 
 import itertools
 
@@ -9,7 +9,6 @@ from test_cast_pair import LAYOUTS, SHAPES, assert_same, lay_out
 import megatron_hybrid as mh
 from megatron_hybrid import kernels
 from megatron_hybrid.lean import OperandCast
-from megatron_hybrid.linear import LOCAL
 from megatron_hybrid.scaling import DelayedState
 from megatron_hybrid.tensor import HybridTensor
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
@@ -25,14 +24,16 @@ GATED = ("fp8_delayed_e5m2", "fp8_block_e4m3", "mxfp8_e4m3", "mxfp8_e5m2:2d")
      ("nvfp4", False), ("fp8_rowwise_e4m3", False), ("high_precision", False)],
 )  # fmt: skip
 def test_formats_whose_scales_need_the_whole_tensor_are_cast_after_it(fmt, gated):
-    assert OperandCast(mh.HybridQuantizer(fmt, "mxfp8_e4m3"), True, "cpu").takes_gate == gated
+    assert OperandCast(mh.HybridQuantizer(fmt, "mxfp8_e4m3"), True, "cpu").takes_computed == gated
 
 
-def test_the_cpu_kernels_take_no_gate_and_no_sums():
+def test_the_cpu_kernels_compute_nothing_and_take_no_sums():
     x, sums = torch.zeros(4, 32), torch.zeros(1, 32)
     cast = OperandCast(mh.HybridQuantizer("mxfp8_e4m3", "mxfp8_e4m3"), True, "cpu")
     with pytest.raises(ValueError, match="gate: on CUDA only"):
         cast(x, True, True, None, gate=x)
+    with pytest.raises(ValueError, match="grad: on CUDA only"):
+        cast(x, True, True, None, grad=x[:, :16])
     with pytest.raises(ValueError, match="sums: on CUDA only"):
         cast(x, True, True, None, sums=sums)
     assert kernels.sum_parts(x) is None and torch.equal(kernels.column_sums(x), x.sum(dim=0))
@@ -48,38 +49,63 @@ class TestOnGpu:
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     @pytest.mark.parametrize("row", GATED)
     def test_payloads(self, row, dtype):
-        from megatron_hybrid.ops_triton.swiglu import swiglu
+        """Of SwiGLU and of its gradient."""
+        from megatron_hybrid.ops_triton.swiglu import gradient, swiglu
 
-        for turn, (col, shape, kind) in enumerate(itertools.product(GATED, SHAPES, ("normal", "special"))):
-            x = lay_out(cast_input(make_input(kind, (shape[0], 2 * shape[1])), dtype).cuda(), LAYOUTS[turn % 4])
-            cast, y = OperandCast(mh.HybridQuantizer(row, col), True, "cuda"), swiglu(x)
-            states = [tuple(new_state() for _ in range(2)) for _ in range(2)]
+        for turn, (col, (M, F), kind) in enumerate(itertools.product(GATED, SHAPES, ("normal", "special"))):
+            values = [cast_input(make_input(kind, (M, n)), dtype).cuda() for n in (2 * F, F + 8 * (turn % 3))]
+            x, dy = lay_out(values[0], LAYOUTS[turn % 4]), values[1][:, turn % 3 :][:, :F]
             gate, up = x.chunk(2, dim=1)
-            got, expected = cast(up, True, True, states[0], gate=gate), cast(y, True, True, states[1])
-            for a, b, s, t in zip(got, expected, *states):
-                assert_same(a, b, f"{row} | {col} {shape} {kind} {dtype} {a.direction}")
-                assert_bitwise_equal(s.history, t.history, "history", any_nan=True)
+            cast = OperandCast(mh.HybridQuantizer(row, col), True, "cuda")
+            rows = x if x.stride(1) == 1 else x.contiguous()
+            for read, y, computed in ((up, swiglu(x), dict(gate=gate)), (x, gradient(dy, rows), dict(grad=dy))):
+                states = [tuple(new_state() for _ in range(2)) for _ in range(2)]
+                got, expected = cast(read, True, True, states[0], **computed), cast(y, True, True, states[1])
+                for a, b, s, t in zip(got, expected, *states):
+                    assert_same(a, b, f"{row} | {col} {(M, F)} {kind} {dtype} {a.direction} {list(computed)}")
+                    assert_bitwise_equal(s.history, t.history, "history", any_nan=True)
 
     @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block", "fp8_delayed", "fp8_current", "bf16"])
-    def test_a_linear_after_it(self, recipe):
-        """Output, gradients, histories and what is kept, with the cast inside and after."""
-        from megatron_hybrid.gated_cast import casts_swiglu, swiglu_for
+    @pytest.mark.parametrize("main_grad", [False, True])
+    def test_the_linears_around_it(self, recipe, main_grad):
+        """Output, gradients, histories and what is kept, with SwiGLU in their casts and between them."""
+        from megatron_hybrid.gated_cast import swiglu_for
         from megatron_hybrid.ops_triton.swiglu import swiglu
 
-        found = []
+        found, takes = [], recipe in ("mxfp8", "fp8_block", "fp8_delayed")
         for inside in (True, False):
             torch.manual_seed(0)
-            fc2 = mh.HybridLinear(256, 128, recipe=recipe, name="fc2", device="cuda", dtype=torch.bfloat16)
-            ctl = mh.prepare(fc2)
-            ctl.begin_step(1)
-            x = torch.randn(3, 64, 512).bfloat16().cuda().requires_grad_()
-            y = swiglu_for(x, None, fc2.hq, fc2.weight, training=True) if inside else swiglu(x)
-            takes = casts_swiglu(fc2.hq.call(x.device, LOCAL, training=True))
-            assert takes == (recipe in ("mxfp8", "fp8_block", "fp8_delayed"))
-            assert isinstance(y, HybridTensor) == (inside and takes)
-            out = fc2(y)
-            out.backward(torch.randn(3, 64, 128).bfloat16().cuda())
-            ctl.end_step()
-            found.append([out.detach(), x.grad, fc2.weight.grad, fc2.bias.grad, *(b for _, b in fc2.hq.named_buffers())])
-        for a, b in zip(*found, strict=True):
-            assert torch.equal(a, b)
+            made = dict(recipe=recipe, device="cuda", dtype=torch.bfloat16)
+            fc1 = mh.HybridLinear(128, 512, bias=False, name="fc1", **made)
+            fc2 = mh.HybridLinear(256, 128, name="fc2", **made)
+            ctl = mh.prepare(torch.nn.ModuleList((fc1, fc2)))
+            for step in (1, 2):
+                ctl.begin_step(step)
+                if main_grad:
+                    fc1.weight.main_grad = torch.zeros(fc1.weight.shape, device="cuda")
+                x = torch.randn(3, 64, 128).bfloat16().cuda().requires_grad_()
+                h, seen = fc1(x), []
+                y = swiglu_for(h, None, fc2.hq, fc2.weight, training=True) if inside else swiglu(h)
+                assert isinstance(y, HybridTensor) == (inside and takes)
+                h.grad_fn.register_prehook(lambda grads, seen=seen: seen.append(type(grads[0])))
+                out = fc2(y)
+                out.backward(torch.randn(3, 64, 128).bfloat16().cuda())
+                assert seen == [HybridTensor if inside and takes else torch.Tensor]
+                ctl.end_step()
+                grads = fc1.weight.main_grad if main_grad else fc1.weight.grad, fc2.weight.grad, fc2.bias.grad
+                buffers = [b.clone() for layer in (fc1, fc2) for _, b in layer.hq.named_buffers()]
+                found.append([out.detach(), x.grad, *grads, *buffers])
+        for a, b in zip(found[:2], found[2:], strict=True):
+            assert all(map(torch.equal, a, b))
+
+    def test_anomaly_detection_sees_plain_gradients(self):
+        from megatron_hybrid.gated_cast import swiglu_for
+
+        made = dict(recipe="mxfp8", device="cuda", dtype=torch.bfloat16)
+        fc1, fc2 = mh.HybridLinear(64, 256, bias=False, **made), mh.HybridLinear(128, 64, **made)
+        with torch.autograd.detect_anomaly():
+            h = fc1(torch.randn(32, 64).bfloat16().cuda().requires_grad_())
+            h.grad_fn.register_prehook(lambda grads: seen.append(type(grads[0])))
+            seen = []
+            fc2(swiglu_for(h, None, fc2.hq, fc2.weight, training=True)).sum().backward()
+        assert seen == [torch.Tensor]

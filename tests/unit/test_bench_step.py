@@ -32,7 +32,7 @@ def test_on_the_cpu(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_fused_layers_are_as_close_to_fp32_as_plain_ones(tmp_path):
-    found = bench(tmp_path, "--seq", 1024, "--recipe", "bf16", "fp8_delayed", "fp8_block", "--profile")
+    found = bench(tmp_path, "--seq", 1024, "--recipe", "bf16", "fp8_delayed", "fp8_block", "--profile", "--apart", "fp8_block")
     assert [c["ok"] for c in found["checks"]] == [True] * 3
     for row in found["results"]:
         assert row["profile"]["kinds"]["fused"] > 0 and row["profile"]["kinds"]["attention"] > 0

@@ -10,6 +10,7 @@ from linear_cases import STATELESS, randn, recipe, saved_tensors
 
 import megatron_hybrid as mh
 from megatron_hybrid import lean, linear
+from megatron_hybrid.tensor import HybridTensor
 
 MIXED = dict(fprop="mxfp8_e4m3", dgrad="fp8_current_e5m2", wgrad={"grad_output": "high_precision", "input": "nvfp4"})
 
@@ -139,3 +140,64 @@ def test_plans_with_their_casts_can_be_copied_and_pickled():
     for again in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
         for a, b in zip(again.lean.input(x, True, True, None), wanted):
             assert all(torch.equal(t, b.buffers()[name]) for name, t in a.buffers().items())
+
+
+class CastGradient(torch.autograd.Function):
+    """Gives back a gradient cast as the linear before it casts it, or with other formats."""
+
+    @staticmethod
+    def forward(ctx, y, call, quantizer):
+        ctx.call, ctx.quantizer, ctx.needs = call, quantizer, y.grad_fn.needs_input_grad
+        return y * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        plan, shape = ctx.call.plan, dy.shape
+        states = (ctx.call.state or {}).get("grad_output")
+        row, col = ctx.quantizer.cast(
+            dy.reshape(-1, shape[-1]), rowwise=ctx.needs[0], columnwise=ctx.needs[1], state=states,
+            transposed=plan.transposed("grad_output"),
+        )  # fmt: skip
+        return HybridTensor.from_storages(row, col, shape, dy.dtype, ctx.quantizer), None, None
+
+
+@pytest.mark.parametrize("frozen", [(), ("x",), ("weight",)])
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "fp8_delayed_e5m2", "fp8_block_e4m3"])
+def test_a_gradient_that_was_cast_before(fmt, frozen):
+    """A linear takes its gradient as payloads, with the bits of its own cast."""
+    found = []
+    for before in (True, False):
+        (layer,) = layers(recipe(fmt, fmt, fmt), bias=False, count=1)
+        ctl = mh.prepare(layer)
+        ctl.begin_step(1)
+        x = randn(5, 4, 48).requires_grad_("x" not in frozen)
+        layer.weight.requires_grad_("weight" not in frozen)
+        y = layer(x)
+        assert lean.takes_payloads(y)
+        if before:
+            y = CastGradient.apply(y, y.grad_fn.call, layer.plan.quantizers["grad_output"])
+        y.backward(randn(5, 4, 32, seed=1))
+        found.append([x.grad, layer.weight.grad, *(b for _, b in layer.hq.named_buffers())])
+    for a, b in zip(*found, strict=True):
+        assert a is b is None or torch.equal(a, b)
+
+
+def test_a_gradient_in_other_formats_is_refused():
+    (layer,) = layers(recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), bias=False, count=1)
+    y = layer(randn(5, 48).requires_grad_())
+    y = CastGradient.apply(y, y.grad_fn.call, mh.HybridQuantizer("mxfp8_e5m2", "mxfp8_e5m2"))
+    with pytest.raises(mh.PlanError, match="grad_output was quantized before, to .*e5m2.*needs grad_output.rowwise mxfp8_e4m3"):
+        y.sum().backward()
+
+
+def test_whose_gradient_can_be_cast_before():
+    rcp = recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3")
+    (biased,), (layer,) = layers(rcp, count=1), layers(rcp, bias=False, count=1)
+    x = randn(5, 48).requires_grad_()
+    hooked = layer(x)
+    hooked.register_hook(lambda grad: None)
+    nothing = torch.no_grad()(layer)(x)
+    general = mh.HybridLinear(48, 32, bias=False, recipe=recipe(MIXED["fprop"], "nvfp4:sr", "nvfp4:sr"), name="fc")
+    mh.prepare(general, seed=1).begin_step(1)
+    assert lean.takes_payloads(layer(x))
+    assert not any(map(lean.takes_payloads, (biased(x), hooked, nothing, layer(x)[1:], x * 2, general(x.float()))))
