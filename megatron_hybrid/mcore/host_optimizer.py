@@ -12,6 +12,7 @@ _NOT_BESIDE = {
     "optimizer_cpu_offload": ("--optimizer-cpu-offload", "both move the optimizer's state"),
     "use_precision_aware_optimizer": ("--use-precision-aware-optimizer", "it needs Transformer Engine's Adam"),
     "use_torch_fsdp2": ("--use-torch-fsdp2", "its parameters are DTensors"),
+    "use_megatron_fsdp": ("--use-megatron-fsdp", "its parameters are DTensors"),
     "optimizer_cuda_graph": ("--optimizer-cuda-graph", "a captured step cannot wait for the host"),
 }
 

@@ -14,6 +14,7 @@ MIDDLE = ITERATIONS // 2
 OURS = ("--hq-offload-optimizer",)
 MEGATRONS = ("--optimizer-cpu-offload", "--use-precision-aware-optimizer", "--optimizer-offload-fraction")
 WITHOUT = [flag for flag in MODEL if flag != "--use-distributed-optimizer"]
+MEGATRON_FSDP = ("--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor", "--data-parallel-sharding-strategy", "optim_grads_params")
 RESHARDABLE = ("--dist-ckpt-optim-fully-reshardable",)
 
 
@@ -51,6 +52,7 @@ REFUSED = {
     "lives_all": (run("lives_all", LIVES, *MEGATRONS, "1.0"), "--hq-offload-optimizer keeps moments in host memory"),
     "both": (run("both", MIXED, *OURS, *MEGATRONS, "1.0"), "both move the optimizer's state"),
     "fsdp2": (run("fsdp2", MIXED, *OURS, "--use-torch-fsdp2", model=WITHOUT), "its parameters are DTensors"),
+    "megatron_fsdp": (run("megatron_fsdp", MIXED, *OURS, *MEGATRON_FSDP), "beside --use-megatron-fsdp: its parameters are"),
     "sgd": (run("sgd", MIXED, *OURS, "--optimizer", "sgd"), "beside --optimizer sgd"),
 }
 
