@@ -11,6 +11,7 @@ import traceback
 
 EXIT_CODE = 2
 _PEER_TIMEOUT = datetime.timedelta(seconds=20)
+_PATIENCE = datetime.timedelta(seconds=5)  # of rank 0, that has said what there is to say
 
 
 class UserError(ValueError):
@@ -64,20 +65,31 @@ def _report(message: str) -> None:
     key = f"megatron_hybrid/error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
-        if store is not None:
-            store.set(key, message)
-    elif not _rank_0_says(message, store, key):
+        _say_to_others(message, store, key)
+    elif not _rank_0_says(message, store, key, rank):
         print(f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
-def _rank_0_says(message: str, store, key: str) -> bool:
+def _say_to_others(message: str, store, key: str) -> None:
+    """And stay until they have read it: the store may end with rank 0, and torchrun ends all ranks with the first."""
+    others = [f"{key}/{rank}" for rank in range(1, int(os.environ.get("WORLD_SIZE", "1")))]
+    if store is None or not others:
+        return
+    with contextlib.suppress(Exception):  # a rank without an error never answers
+        store.set(key, message)
+        store.wait(others, _PATIENCE)
+
+
+def _rank_0_says(message: str, store, key: str, rank: int) -> bool:
     if store is None:  # then only another host can differ, whose first rank speaks for it
         return int(os.environ.get("GROUP_RANK", "0")) == 0 or int(os.environ.get("LOCAL_RANK", "0")) > 0
     try:
         store.wait([key], _PEER_TIMEOUT)
+        same = store.get(key).decode() == message
+        store.set(f"{key}/{rank}", "read")
     except Exception:  # rank 0 has no error, or is gone
         return False
-    return store.get(key).decode() == message
+    return same
 
 
 def _store():

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,6 +65,32 @@ def test_an_assertion_of_megatron_without_words_is_told_by_its_line():
         assert save_interval is not None
     found.value.args = ()
     assert re.fullmatch(r"`assert save_interval is not None` does not hold \(test_mcore_arguments.py:\d+\)", _words(found.value))
+
+
+@pytest.mark.parametrize("words", ["the same", "another message"])
+def test_rank_0_stays_until_the_others_have_read_what_it_says(words, monkeypatch):
+    """Its store may end with it: a rank that came later found none and died of that, with another exit status."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch.distributed as dist
+
+    from megatron_hybrid.mcore import errors
+
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    store, ended = dist.HashStore(), []
+
+    def rank_0():
+        errors._say_to_others("the same", store, "k")
+        ended.append(store.check(["k/1"]))
+
+    def rank_1():
+        time.sleep(0.3)
+        return errors._rank_0_says(words, store, "k", 1)
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.submit(rank_0), pool.submit(rank_1)
+        first.result()
+        assert second.result() == (words == "the same") and ended == [True]
 
 
 def test_help_says_the_default():
