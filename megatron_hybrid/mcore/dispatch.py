@@ -86,7 +86,7 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
 
     def token_dispatch(self, permutated_local_input_tokens, permuted_probs):
         """Tokens (t, H) and probabilities (t,) of this rank -> `HybridTensor` (T, H) and (T,) for this rank's experts."""
-        tokens, linear = permutated_local_input_tokens, self.linear
+        tokens = permutated_local_input_tokens
         self.tokens_per_expert = self._maybe_dtoh_and_synchronize("before_ep_alltoall", self.tokens_per_expert)
         splits = self.output_splits, self.input_splits
         call = self._call(tokens)
