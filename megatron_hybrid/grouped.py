@@ -30,7 +30,7 @@ from .linear import (
     wgrad,
 )
 from .formats import COLUMNWISE
-from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
+from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .roles import ModuleRole
 from .runtime import LinearRuntime
 from .scaling import Rng
@@ -165,6 +165,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         amaxes = _start_amaxes(ctx.calls, GRAD_OUTPUT, groups, [needs[:2]] * len(groups))
         for e, (call, dy_e, amax) in enumerate(zip(ctx.calls, groups, amaxes)):
             x_kept, w_kept = kept[2 * e : 2 * e + 2]
+            if needs[0] and call.plan.saved[WEIGHT] == ORIGINAL:
+                w_kept = w_kept[e]
             dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy_e, rowwise=needs[0], columnwise=needs[1], amax=amax)
             if needs[0]:
                 dx.append(dgrad(call, dy_row, w_kept, ctx.dtype))
@@ -192,6 +194,8 @@ def forward(x, weight, bias, calls, splits, *, keep_input: bool, keep_weight: bo
     for e, (call, x_e, amax) in enumerate(zip(calls, groups, amaxes)):
         y_e, x_kept, w_kept = fprop(call, x_e, weight[e], keep_input=keep_input, keep_weight=keep_weight, amax=amax)
         outputs.append(add_bias(y_e, None if bias is None else bias[e]))
+        if keep_weight and call.plan.saved[WEIGHT] == ORIGINAL:
+            w_kept = weight  # whole: an expert's view would stay where the weight's memory is now
         kept += [x_kept, w_kept]
     return torch.cat(outputs), kept
 

@@ -203,6 +203,24 @@ def test_weights_whose_memory_comes_and_goes_are_cast_in_every_pass(name, one_by
         assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "bf16"])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_such_weights_may_be_elsewhere_in_backward(name, one_by_one):
+    """As where a pool's memory is another layer's in between: backward reads the weight where it is then."""
+    (x, dy), splits, runs = data(72), [44, 20, 0, 8], []
+    for moves in (False, True):
+        m, x_in = grouped(AT_ONCE[name], one_by_one=one_by_one), x.clone().requires_grad_()
+        for runtime in m.hq:
+            runtime.keep_no_weight()
+        y = m(x_in, splits)
+        if moves:
+            left, m.weight.data = m.weight.data, m.weight.data.clone()
+            left.fill_(7.0)
+        y.backward(dy)
+        runs.append((x_in.grad, m.weight.grad))
+    assert all(map(torch.equal, *runs))
+
+
 @pytest.mark.parametrize("one_by_one", [False, True])
 def test_gradients_go_where_the_weight_says(one_by_one):
     m, given = grouped(AT_ONCE["mxfp8"], one_by_one=one_by_one), []
