@@ -232,7 +232,8 @@ class OffloadedAdam(FusedAdam):
     """`FusedAdam` whose moments live in host memory: 8 bytes a parameter less on the device, the same bits.
 
     A step brings them to their parameters' device, about ``chunk_bytes`` at a time, and takes them back; the host waits
-    for the last copy, so that whoever reads the state finds it whole. ``capturable`` and DTensors raise ``ValueError``.
+    for the last copy of each group, so that whoever reads the state finds it whole. ``capturable`` and DTensors raise
+    ``ValueError``.
     A load fills them on the device before they move.
     """
 
@@ -241,13 +242,6 @@ class OffloadedAdam(FusedAdam):
         if self.capturable:
             raise ValueError("OffloadedAdam: capturable is not supported, a captured step cannot wait for the host")
         self.chunk_bytes = chunk_bytes
-
-    def step(self, closure=None, *, noop_flag=None):
-        """As `FusedAdam.step`, at whose end the state is whole on the host."""
-        loss = super().step(closure, noop_flag=noop_flag)
-        for device in {p.device for group in self.param_groups for p in group["params"] if p.is_cuda}:
-            torch.cuda.current_stream(device).synchronize()
-        return loss
 
     def load_state_dict(self, state_dict) -> None:
         """As `FusedAdam.load_state_dict`; the moments end on the host."""
@@ -261,6 +255,11 @@ class OffloadedAdam(FusedAdam):
         state = super()._state_of(param)
         _move_to_host(state)
         return state
+
+    def _update(self, group, params, noop_flag) -> None:
+        super()._update(group, params, noop_flag)
+        for device in {param.device for param in params if param.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
 
     def _run(self, group, device, noop_flag, targets, gradients, exp_avgs, exp_avg_sqs) -> None:
         for part in _parts(exp_avgs, self.chunk_bytes // 2):

@@ -251,6 +251,17 @@ def test_offloaded_has_the_same_bits(dtype, chunk_bytes, bias_correction):
     assert_same_bits(resumed, theirs)
 
 
+def test_offloaded_calls_hooks_of_steps_once():
+    """Also where a `FusedAdam` was made before, whose `step` torch wraps too."""
+    params, called = make_params(), []
+    FusedAdam(params)
+    optimizer = OffloadedAdam(params)
+    optimizer.register_step_pre_hook(lambda *_: called.append("before"))
+    optimizer.register_step_post_hook(lambda *_: called.append("after"))
+    train(optimizer, params, range(1))
+    assert called == ["before", "after"]
+
+
 def test_offloaded_refuses_what_a_host_copy_cannot_follow():
     with pytest.raises(ValueError, match="capturable is not supported"):
         OffloadedAdam(make_params(), capturable=True)
