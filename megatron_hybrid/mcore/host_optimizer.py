@@ -13,6 +13,7 @@ _NOT_BESIDE = {
     "use_precision_aware_optimizer": ("--use-precision-aware-optimizer", "it needs Transformer Engine's Adam"),
     "use_torch_fsdp2": ("--use-torch-fsdp2", "its parameters are DTensors"),
     "use_megatron_fsdp": ("--use-megatron-fsdp", "its parameters are DTensors"),
+    "async_save": ("--async-save", "the next step changes the moments while they are written"),
     "optimizer_cuda_graph": ("--optimizer-cuda-graph", "a captured step cannot wait for the host"),
 }
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_hybrid.mcore import validation, versions
+from megatron_hybrid.mcore import host_optimizer, validation, versions
 from megatron_hybrid.mcore.arguments import HybridQuantConfig, _refuse, help_text
 from megatron_hybrid.mcore.errors import UserError, user_errors
 
@@ -149,6 +149,15 @@ def test_ranks():
     validation.check_ranks(ranks(num_experts=8, expert_model_parallel_size=4, tensor_model_parallel_size=2))
     with pytest.raises(UserError, match="needs a multiple of 16 ranks, found 8"):
         validation.check_ranks(ranks(num_experts=8, expert_model_parallel_size=8, tensor_model_parallel_size=2))
+
+
+def test_moments_on_the_host_are_not_saved_while_steps_go_on():
+    """A writer beside training is given a copy of the device's tensors, but the host's tensors themselves."""
+    args = SimpleNamespace(hq_offload_optimizer=True, optimizer="adam", async_save=False)
+    host_optimizer.refuse_unsupported(args)
+    args.async_save = True
+    with pytest.raises(UserError, match="beside --async-save: the next step changes the moments while they are written"):
+        host_optimizer.refuse_unsupported(args)
 
 
 def test_only_our_errors_become_messages(capsys):
