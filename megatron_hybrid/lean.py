@@ -217,4 +217,5 @@ def takes_payloads(x) -> bool:
     """Whether the gradient of `x`, which nothing else reads, can be a `HybridTensor` of the payloads that the linear which
     made `x` casts it to: its backward is the next and takes no sums of it."""
     node = x.grad_fn
-    return type(node) is LeanLinear._backward_cls and not node.needs_input_grad[2] and not x._backward_hooks
+    looked_at = x._backward_hooks or x.retains_grad
+    return type(node) is LeanLinear._backward_cls and not node.needs_input_grad[2] and not looked_at
