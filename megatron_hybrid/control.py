@@ -36,19 +36,21 @@ class Controller:
 
     runtimes: of the model's quantized linears. others: roles of modules that a recipe may name and leaves alone.
     replica, num_replicas: see `RandomKeys`. expert_replica: that of experts, where ranks of several replicas split them and
-    share their tokens: the same on all of these ranks. say: gets a line whenever plans change; by default the logger
-    ``megatron_hybrid`` does, as information.
+    share their tokens: the same on all of these ranks. expert_part: `part` of `RandomKeys`, for experts. say: gets a line
+    whenever plans change; by default the logger ``megatron_hybrid`` does, as information.
     """
 
     def __init__(
         self, runtimes: list[LinearRuntime], recipe: Recipe | None, seed: int, num_microbatches: int,
         others: tuple[ModuleRole, ...] = (), replica: int = 0, num_replicas: int = 1, expert_replica: int | None = None,
+        expert_part: int = 0,
     ):  # fmt: skip
         self.runtimes, self.others = runtimes, others
         self.keys = RandomKeys(seed, num_microbatches, replica, num_replicas)
         self._expert_keys = self.keys
-        if expert_replica not in (None, replica):
-            self._expert_keys = RandomKeys(seed, num_microbatches, expert_replica, num_replicas)
+        expert_replica = replica if expert_replica is None else expert_replica
+        if (expert_replica, expert_part) != (replica, 0):
+            self._expert_keys = RandomKeys(seed, num_microbatches, expert_replica, num_replicas, expert_part)
         for runtime in runtimes:
             runtime.keys = self.keys if runtime.role.expert is None else self._expert_keys
             runtime.weight_cache = WeightCache()

@@ -20,6 +20,7 @@ from .scaling import DelayedState, Pieces, Rng, rescale
 from .sharding import Sharding
 
 OPERANDS = (INPUT, WEIGHT, GRAD_OUTPUT)
+MOST_ROWS_OF_A_RANK = 1 << 40  # of tokens, in a microbatch: how far apart the ranks of one replica draw
 
 
 class RandomKeys:
@@ -31,12 +32,13 @@ class RandomKeys:
 
     num_microbatches: of this rank. replica, num_replicas: which data-parallel rank this is, of how many. Microbatch j
     of a replica counts as j * num_replicas + replica, so that replicas draw differently, and as one rank would that
-    ran all of their microbatches.
+    ran all of their microbatches. part: which of the ranks of this replica that have tokens of their own, whose rows then
+    begin elsewhere.
     """
 
-    def __init__(self, seed: int, num_microbatches: int, replica: int = 0, num_replicas: int = 1):
+    def __init__(self, seed: int, num_microbatches: int, replica: int = 0, num_replicas: int = 1, part: int = 0):
         self.seed, self.num_microbatches = seed, num_microbatches
-        self.replica, self.num_replicas = replica, num_replicas
+        self.replica, self.num_replicas, self.part = replica, num_replicas, part
         self.step = self.microbatch = 0
         self._tables: dict[tuple, torch.Tensor] = {}
 
@@ -76,8 +78,10 @@ class RandomKeys:
             first = Rng.view(keys[0].values, own_columns=False)
             first.parts = index_map.dim, keys
             return first
-        row = 0 if operand == WEIGHT else self.microbatch
-        return Rng.view(self.table(role, operand, device, index_map)[row], own_columns=index_map is None)
+        own_columns, row = index_map is None, 0 if operand == WEIGHT else self.microbatch
+        if self.part and operand != WEIGHT:
+            index_map = shifted(index_map or (0, 0, 0), self.part * MOST_ROWS_OF_A_RANK)
+        return Rng.view(self.table(role, operand, device, index_map)[row], own_columns=own_columns)
 
     def rng_of_rows(self, role: ModuleRole, operand: str, device, row_ids: torch.Tensor) -> Rng:
         """The key of whole rows of all replicas' tokens, in the current microbatch: the first replica's counter, and

@@ -95,6 +95,7 @@ def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver |
     controller = Controller(
         runtimes, None, seed & 0xFFFFFFFF, 1, replica=data_parallel.rank(), num_replicas=data_parallel.size(),
         expert_replica=_replica_of_experts(data_parallel, expert_groups),
+        expert_part=_part_of_replica(chunks[0], expert_groups),
     )  # fmt: skip
     for chunk in chunks:
         pool_weight_amaxes(chunk, weights_at_once)
@@ -152,6 +153,15 @@ def _replica_of_experts(data_parallel, expert_groups) -> int:
     ranks = torch.distributed.get_process_group_ranks(data_parallel)
     together = torch.distributed.get_process_group_ranks(expert_groups[0]) if expert_groups else ()
     return min([data_parallel.rank(), *(ranks.index(rank) for rank in together if rank in ranks)])
+
+
+def _part_of_replica(chunk, expert_groups) -> int:
+    """Which of the ranks of a replica that have experts' tokens of their own: not 0 alone where there are more
+    tensor-parallel ranks than expert-tensor-parallel ones."""
+    from megatron.core import parallel_state
+
+    group = getattr(chunk.pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+    return group.rank() // expert_groups[0].size() if expert_groups else 0
 
 
 def attach_in_run(chunks: list) -> list:

@@ -14,8 +14,10 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from tp_cases import Ranks, close_sum, compare_gemm, partial_sums, recorded_operands
 
 from megatron_hybrid import Recipe
+from megatron_hybrid.linear import LOCAL
 from megatron_hybrid.mcore import dispatch, driver
 from megatron_hybrid.mcore.experts import HybridGroupedMLP
+from megatron_hybrid.mcore.layers import MOST_ROWS_OF_AN_EXPERT
 from megatron_hybrid.mcore.modules import enumerate_modules
 from megatron_hybrid.mcore.planning import plan_model
 from megatron_hybrid.runtime import LinearRuntime
@@ -307,6 +309,44 @@ def check_experts_do_not_repeat_each_other_s_random_bits():
         own = [key[:2] + tuple(value) for key, value in found.items() if not grouped or key[1] == "weight"]
         assert len(own) == len(set(own)) and len(runtimes) == 4
     assert weights[0] == weights[1]
+
+
+def first_expert_draws(x, grouped: bool, **layout) -> tuple[list[dict], list[torch.Tensor]]:
+    """Of both ranks, in a step with counter 12: the key words of every operand of their first expert's first linear, and
+    what `x` is cast to there."""
+    parallel(**layout)
+    etp = layout.get("etp", 1)
+    model = moe(Recipe.from_dict({"version": 1, "name": "random", "defaults": "nvfp4:sr"}), grouped=grouped, num_layers=1,
+                sequence_parallel="tp" in layout, expert_tensor_parallel_size=etp)  # fmt: skip
+    control = driver.attach([model.module], seed=1).controller
+    control.begin_step(12 // control.keys.num_replicas)
+    hq = next(hq for hq in control.runtimes if hq.role.expert is not None)
+    call = hq.call(x.device, LOCAL, training=True)
+    words, drawn = [None, None], [torch.empty_like(x) for _ in range(2)]
+    dist.all_gather_object(words, {operand: rng.values.tolist() for operand, rng in call.rng.items()})
+    dist.all_gather(drawn, call.quantize("input", x, rowwise=True)[0].dequantize(x.dtype))
+    return words, drawn
+
+
+def check_ranks_of_one_replica_draw_apart_at_their_experts():
+    """More tensor-parallel than expert-tensor-parallel ranks, which have tokens of their own: each at rows of its own. The
+    weight they share draws alike, and so do all operands where ranks split an expert. Ranks that are replicas have
+    counters, and rows from 0."""
+    x = bf16(16, H, seed=3)
+    for grouped, ep in itertools.product((True, False), (1, 2)):
+        (one, two), drawn = first_expert_draws(x, grouped, tp=2, etp=1, ep=ep)
+        experts = 0 if grouped else 2 * MOST_ROWS_OF_AN_EXPERT * (ep - 1)  # to the first of the other rank
+        for operand in ("input", "grad_output"):
+            assert one[operand][2] == two[operand][2] == 12 and one[operand][3] == 0, (grouped, ep, one, two)
+            assert two[operand][3] - experts > 4 * MOST_ROWS_OF_AN_EXPERT, (grouped, ep, one, two)
+        assert ep == 2 or one["weight"] == two["weight"]
+        assert not torch.equal(*drawn)
+    for grouped in (True, False):
+        (one, two), drawn = first_expert_draws(x, grouped, tp=2, etp=2)
+        assert all(one[operand][:4] == two[operand][:4] for operand in ("input", "grad_output")) and torch.equal(*drawn)
+        (one, two), drawn = first_expert_draws(x, grouped, ep=2)
+        assert (one["input"][2], two["input"][2]) == (12, 13) and not torch.equal(*drawn)
+        assert two["input"][3] == one["input"][3] + (0 if grouped else 2 * MOST_ROWS_OF_AN_EXPERT)
 
 
 def check_tokens_travel_quantized():
