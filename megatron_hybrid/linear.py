@@ -158,10 +158,12 @@ class LinearCall:
     def own_amaxes(self, operand, x, rowwise: bool, columnwise: bool):
         """This rank's (rowwise, columnwise) amaxes that cover other ranks' elements too; None for the others."""
         row, col = self.plan.reduced.get(operand, (False, False))
-        rowwise, columnwise = rowwise and row, columnwise and col
+        quantizer = self.plan.quantizers[operand]
+        from_row = columnwise and quantizer.derives_columnwise  # the row is cast too, given out or not
+        rowwise, columnwise = (rowwise or from_row) and row, columnwise and col
         if not (rowwise or columnwise):
             return None, None
-        return self.plan.quantizers[operand].outer_amaxes(as_matrix(x), rowwise, columnwise)
+        return quantizer.outer_amaxes(as_matrix(x), rowwise, columnwise)
 
     def reduce_amax(self, operand, direction=COLUMNWISE):
         """For an amax that is known only when the cast runs, as a derived column's is: a function that gives its maximum

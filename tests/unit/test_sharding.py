@@ -1,12 +1,16 @@
 """What tensor-parallel shards mean for amaxes, gathers and plans, from formats and sizes alone (cases 23, 24, 27)."""
 
 import pytest
+import torch
 
 import megatron_hybrid as mh
 from megatron_hybrid.distributed.tp import column_index_maps, column_sharding, row_sharding
 from megatron_hybrid.formats import parse_format
+from megatron_hybrid.linear import Communication
 from megatron_hybrid.mcore import planning
 from megatron_hybrid.model_shape import ModelShape
+from megatron_hybrid.roles import ModuleRole
+from megatron_hybrid.runtime import LinearRuntime
 from megatron_hybrid.sharding import COLUMNS, ROWS, Shard, column_gather, covers_other_ranks, cuts_blocks, row_gather
 
 RANKS = dict(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -31,6 +35,32 @@ def test_c27_which_amaxes_cover_other_ranks(fmt, rows, columns):
     for dim, expected in ((ROWS, rows), (COLUMNS, columns)):
         found = tuple(covers_other_ranks(fmt, direction, Shard(dim)) for direction in ("rowwise", "columnwise"))
         assert found == expected
+
+
+class Louder(Communication):
+    """The other rank's amaxes are three times as large."""
+
+    size = 2
+
+    def start_max(self, amaxes):
+        return lambda: [3 * amax for amax in amaxes]
+
+
+@pytest.mark.parametrize("fmt", ["fp8_current_e4m3", "fp8_rowwise_e4m3", "nvfp4", "nvfp4:row_scaled"])
+@pytest.mark.parametrize("split", [column_sharding, row_sharding])
+def test_a_derived_column_alone_comes_from_the_row_that_all_ranks_scale(split, fmt):
+    """As from a cast of both directions: in backward of a weight that is not kept, or where no input gradient is needed."""
+    derived = dict.fromkeys(("input", "weight", "grad_output"), "rowwise_dequantized")
+    use = {"fprop": fmt, "dgrad": fmt, "wgrad": "mxfp8_e4m3", "columnwise_source": derived}
+    recipe = mh.Recipe.from_dict({"version": 1, "name": "derived", "defaults": use})
+    hq = LinearRuntime(recipe, ModuleRole("linear", name="fc"), "cpu", sharding=split(2, 128, sequence_parallel=False))
+    call = hq.call(torch.device("cpu"), Louder(), training=True)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    assert any(row for row, _ in call.plan.reduced.values())
+    for operand in call.plan.reduced:
+        both, alone = (call.cast(operand, x, rowwise=rowwise, columnwise=True)[1] for rowwise in (True, False))
+        for name, buffer in both.buffers().items():
+            assert torch.equal(buffer, alone.buffers()[name]), (operand, name)
 
 
 def gathers(row, col, rows, source="original", row_is_there=False):
