@@ -66,13 +66,16 @@ class HoldsExpertWeights(HoldsWeight):
             return self.hq.each(x, self.weights(), bias, m_splits, training=self.training)
         return self.hq(x, self.weight, bias, m_splits, training=self.training)
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+    def _load_from_state_dict(self, state_dict, prefix, *args):
         """Takes one weight for all experts, or one an expert, whichever this module has."""
         whole, each = f"{prefix}weight", [f"{prefix}weight{e}" for e in range(self.num_gemms)]
         if self.weight is None and whole in state_dict:
-            state_dict.update(zip(each, state_dict.pop(whole).unbind()))
+            parts, errors = state_dict.pop(whole).unbind(), args[-1]
+            if len(parts) != self.num_gemms:
+                errors.append(f"{whole} has {len(parts)} experts, expected {self.num_gemms}")
+            state_dict.update(zip(each, parts))
         elif self.weight is not None and whole not in state_dict and all(key in state_dict for key in each):
             parts = [state_dict.pop(key) for key in each]
             plain = [p.dequantize(dtype=p.dtype) if isinstance(p, HybridTensor) else p for p in parts]
             state_dict[whole] = torch.stack(plain)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -72,6 +72,14 @@ def test_p59_steps_of_the_optimizer_and_files(fmt):
     assert torch.equal(back.weight, torch.stack([w.dequantize(dtype=torch.bfloat16) for w in ours.weights()]))
 
 
+@pytest.mark.parametrize("experts", [E - 1, E + 1])
+def test_a_stack_of_another_number_of_experts_is_refused(experts):
+    rec = recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3")
+    state = grouped(rec, False).state_dict() | {"weight": torch.zeros(experts, N, K)}
+    with pytest.raises(RuntimeError, match=f"weight has {experts} experts, expected {E}"):
+        grouped(rec, True).load_state_dict(state, strict=False)
+
+
 def test_formats_of_one_s_own_and_experts_left_alone():
     rules = [{"match": {"experts": "0:1"}, "use": "high_precision"}, {"match": {"experts": "2:3"}, "use": "nvfp4"}]
     rec = recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3", rules=rules)
