@@ -157,7 +157,7 @@ class GroupedLinearFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         needs, weight = ctx.needs_input_grad, ctx.weight
-        kept = ctx.unpack(ctx.saved_tensors)
+        *kept, whole = ctx.unpack(ctx.saved_tensors)
         total = main_grad(weight) if needs[1] else None
         traced = total is not None and torch.compiler.is_compiling()  # then all experts are added at once
         dx, dws, db = [], [], []
@@ -165,8 +165,8 @@ class GroupedLinearFunction(torch.autograd.Function):
         amaxes = _start_amaxes(ctx.calls, GRAD_OUTPUT, groups, [needs[:2]] * len(groups))
         for e, (call, dy_e, amax) in enumerate(zip(ctx.calls, groups, amaxes)):
             x_kept, w_kept = kept[2 * e : 2 * e + 2]
-            if needs[0] and call.plan.saved[WEIGHT] == ORIGINAL:
-                w_kept = w_kept[e]
+            if needs[0] and w_kept is None:
+                w_kept = whole[e]
             dy_row, dy_col = call.quantize(GRAD_OUTPUT, dy_e, rowwise=needs[0], columnwise=needs[1], amax=amax)
             if needs[0]:
                 dx.append(dgrad(call, dy_row, w_kept, ctx.dtype))
@@ -187,17 +187,20 @@ class GroupedLinearFunction(torch.autograd.Function):
 
 
 def forward(x, weight, bias, calls, splits, *, keep_input: bool, keep_weight: bool):
-    """`y` (T, N), and what is kept for backward: of x and of w, for every group."""
-    outputs, kept, groups = [], [], x.split(splits)
+    """`y` (T, N), and what is kept for backward: of x and of w, for every group, and the weight where one reads it as it is.
+
+    It is kept whole and once: an expert's view would stay where the weight's memory is now.
+    """
+    outputs, kept, whole, groups = [], [], None, x.split(splits)
     wanted = [(True, keep_input and call.plan.saved[INPUT] == COLUMNWISE) for call in calls]
     amaxes = _start_amaxes(calls, INPUT, groups, wanted)
     for e, (call, x_e, amax) in enumerate(zip(calls, groups, amaxes)):
         y_e, x_kept, w_kept = fprop(call, x_e, weight[e], keep_input=keep_input, keep_weight=keep_weight, amax=amax)
         outputs.append(add_bias(y_e, None if bias is None else bias[e]))
         if keep_weight and call.plan.saved[WEIGHT] == ORIGINAL:
-            w_kept = weight  # whole: an expert's view would stay where the weight's memory is now
+            w_kept, whole = None, weight
         kept += [x_kept, w_kept]
-    return torch.cat(outputs), kept
+    return torch.cat(outputs), [*kept, whole]
 
 
 def _start_amaxes(calls, operand: str, groups, wanted) -> list:
