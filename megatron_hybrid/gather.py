@@ -73,7 +73,8 @@ def start_grad_output(call, dy: torch.Tensor, *, rowwise: bool, columnwise: bool
     col_travels = columnwise and col == PAYLOAD
     own_row, own_col = None, None
     if row_travels or col_travels:
-        own_row, own_col = call.cast(GRAD_OUTPUT, dy, rowwise=row_travels, columnwise=col_travels, amax=amax)
+        known = amax if rowwise or not row_travels else None  # a row for the column's sake has an amax of its own
+        own_row, own_col = call.cast(GRAD_OUTPUT, dy, rowwise=row_travels, columnwise=col_travels, amax=known)
     for wanted, direction, way in ((rowwise, ROWWISE, row), (columnwise, COLUMNWISE, col)):
         plan.gathers[GRAD_OUTPUT, direction, way] += wanted
     get_row = once(start_payload(comm, own_row)) if row_travels else None

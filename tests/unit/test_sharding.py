@@ -6,6 +6,7 @@ import torch
 import megatron_hybrid as mh
 from megatron_hybrid.distributed.tp import column_index_maps, column_sharding, row_sharding
 from megatron_hybrid.formats import parse_format
+from megatron_hybrid.gather import start_grad_output
 from megatron_hybrid.linear import Communication
 from megatron_hybrid.mcore import planning
 from megatron_hybrid.model_shape import ModelShape
@@ -61,6 +62,32 @@ def test_a_derived_column_alone_comes_from_the_row_that_all_ranks_scale(split, f
         both, alone = (call.cast(operand, x, rowwise=rowwise, columnwise=True)[1] for rowwise in (True, False))
         for name, buffer in both.buffers().items():
             assert torch.equal(buffer, alone.buffers()[name]), (operand, name)
+
+
+class Doubled(Louder):
+    """The other rank's rows are this one's."""
+
+    def start_gather(self, *tensors):
+        return lambda: [torch.cat([t, t]) for t in tensors]
+
+
+@pytest.mark.parametrize("source", ["original", "rowwise_dequantized"])
+@pytest.mark.parametrize("fmt", ["fp8_current_e4m3", "nvfp4"])
+def test_a_gathered_gradient_s_column_alone_has_the_scale_of_all_ranks(fmt, source):
+    """As where both directions are wanted: a linear whose input needs no gradient."""
+    use = {"fprop": fmt, "dgrad": fmt, "wgrad": fmt, "columnwise_source": {"grad_output": source}}
+    recipe = mh.Recipe.from_dict({"version": 1, "name": "gathered", "defaults": use})
+    hq = LinearRuntime(recipe, ModuleRole("linear", name="fc"), "cpu", sharding=row_sharding(2, 128, sequence_parallel=True))
+    call, columns = hq.call(torch.device("cpu"), Doubled(), training=True), []
+    dy = torch.randn(40, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    for rowwise in (True, False):
+        amax = call.start_amaxes("grad_output", dy, rowwise, True)
+        get_row, get_col = start_grad_output(call, dy, rowwise=rowwise, columnwise=True, amax=amax)
+        if rowwise:
+            get_row()
+        columns.append(get_col().buffers())
+    for name, buffer in columns[0].items():
+        assert torch.equal(buffer, columns[1][name]), name
 
 
 def gathers(row, col, rows, source="original", row_is_there=False):
