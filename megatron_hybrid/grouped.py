@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch.autograd.function import once_differentiable
 
+from .formats import COLUMNWISE
 from .grouped_at_once import GroupedCall, GroupedPlan, build, grouped_at_once, why_not
 from .groups import Groups
 from .linear import (
@@ -29,7 +30,6 @@ from .linear import (
     start_amaxes,
     wgrad,
 )
-from .formats import COLUMNWISE
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .roles import ModuleRole
 from .runtime import LinearRuntime

@@ -124,7 +124,6 @@ class ModelSpec:
         qk_norm, qkv_bias = bool(args.get("qk_layernorm")), bool(args.get("add_qkv_bias"))
         shared = (args.get("moe_shared_expert_intermediate_size") or 0) if experts else 0
         _check_shape(where, qk_norm, qkv_bias, bool(experts), bool(shared), bool(args.get("moe_shared_expert_gate")))
-        # the second name of two is that of older Megatrons
         heads, hidden, layers = args["num_attention_heads"], args["hidden_size"], args["num_layers"]
         return cls(
             num_layers=layers,
@@ -135,6 +134,7 @@ class ModelSpec:
             ffn=args["ffn_hidden_size"],
             vocab=args["padded_vocab_size"],
             max_positions=args.get("max_position_embeddings") or args["seq_length"],
+            # the second name of two, here and of the centred norm, is that of older Megatrons
             norm_eps=args.get("layernorm_epsilon", args.get("norm_epsilon", 1e-5)),
             rope_base=float(args.get("rotary_base", 10000)),
             dtype=args.get("params_dtype", torch.bfloat16),

@@ -136,15 +136,17 @@ def _groups(chunk):
     """
     from megatron.core import parallel_state
 
-    groups = chunk.pg_collection
-    amax_group = getattr(groups, "tp_dp_cp", None)
-    if amax_group is None:
-        amax_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
-    expert_groups = [getattr(groups, name, None) for name in ("expt_tp", "expt_dp")]
-    same_weights = getattr(groups, "dp_cp", None)
-    if same_weights is None:
-        same_weights = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    with_context = dict(with_context_parallel=True)
+    amax_group = _group(chunk, "tp_dp_cp", parallel_state.get_tensor_and_data_parallel_group, **with_context)
+    same_weights = _group(chunk, "dp_cp", parallel_state.get_data_parallel_group, **with_context)
+    expert_groups = [getattr(chunk.pg_collection, name, None) for name in ("expt_tp", "expt_dp")]
     return amax_group, same_weights, [group for group in expert_groups if group is not None]
+
+
+def _group(chunk, name: str, of_megatron, **options):
+    """A group of a chunk's collection; of Megatron's state where the collection lacks it."""
+    group = getattr(chunk.pg_collection, name, None)
+    return of_megatron(**options) if group is None else group
 
 
 def _replica_of_experts(data_parallel, expert_groups) -> int:
@@ -156,11 +158,11 @@ def _replica_of_experts(data_parallel, expert_groups) -> int:
 
 
 def _part_of_replica(chunk, expert_groups) -> int:
-    """Which of the ranks of a replica that have experts' tokens of their own: not 0 alone where there are more
-    tensor-parallel ranks than expert-tensor-parallel ones."""
+    """A replica's ranks that split the same experts have tokens of their own: this rank's number among such groups. More
+    than one where there are more tensor-parallel ranks than expert-tensor-parallel ones."""
     from megatron.core import parallel_state
 
-    group = getattr(chunk.pg_collection, "tp", None) or parallel_state.get_tensor_model_parallel_group()
+    group = _group(chunk, "tp", parallel_state.get_tensor_model_parallel_group)
     return group.rank() // expert_groups[0].size() if expert_groups else 0
 
 

@@ -63,11 +63,7 @@ def run_checks(*namespaces: dict, leave_out=()) -> None:
         short = name.removeprefix(PREFIX)
         if not name.startswith(PREFIX) or name in leave_out or (only and short not in only):
             continue
-        errors[short] = None
-        try:
-            check()
-        except Exception:
-            errors[short] = traceback.format_exc()
+        errors[short] = error_of(check)
         file.write_text(json.dumps(errors))  # what is known, should the next check never end
         dist.barrier()
 
@@ -85,14 +81,16 @@ def raises(kind, text: str):
 
 def write_errors(file: Path, checks: dict) -> None:
     """Call functions without arguments, by name; the file: name -> traceback or None. For a rank that checks alone."""
-    errors = {}
-    for name, check in checks.items():
-        errors[name] = None
-        try:
-            check()
-        except Exception:
-            errors[name] = traceback.format_exc()
-    file.write_text(json.dumps(errors))
+    file.write_text(json.dumps({name: error_of(check) for name, check in checks.items()}))
+
+
+def error_of(check) -> str | None:
+    """The traceback of a function that raises."""
+    try:
+        check()
+    except Exception:
+        return traceback.format_exc()
+    return None
 
 
 def check_names(*sources: Path, arguments: str = "") -> list[str]:

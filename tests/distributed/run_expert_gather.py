@@ -5,16 +5,30 @@ The masters of an expert are split among the ranks that hold it: WORLD / EP of t
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 from checks import run_checks, start
 from mcore_model_common import mpu
 from mcore_model_experts import moe
-from run_param_gather import TILES, WORLD, assert_masters_are_cast, recipe, step, tensor_parallel_whole, training, whole_masters
+from run_param_gather import (
+    LIVES,
+    TILES,
+    WORLD,
+    assert_follows_step_rules,
+    assert_losses_of_bf16_parameters,
+    assert_masters_are_cast,
+    recipe,
+    step,
+    tensor_parallel_whole,
+    trained_by_step_rules,
+    training,
+    whole_masters,
+)
 
 import megatron_hybrid as mh
 from megatron_hybrid import patches
-from megatron_hybrid.mcore import driver
 
 EXPERTS, STEPS = 4, 30
 MIXED_EXPERTS = {
@@ -66,35 +80,15 @@ def losses_of(chosen, steps: int, *, ep: int, grouped=True, **ddp) -> list[float
 
 def check_losses_are_those_of_bf16_parameters():
     """P56: `master_cast: param_dtype`, no difference at all; with overlap, one by one, and with delayed scales, too."""
-    overlap = dict(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20000)
-    lives = dict(weights="quantized", param_gather="both", master_cast="param_dtype")
-    ep = WORLD // 2  # two ranks hold an expert: a sum of two gradients has one order
-    plain = losses_of(recipe("mxfp8"), STEPS, ep=ep)
-    assert losses_of(recipe("mxfp8", **lives), STEPS, ep=ep) == plain
-    assert losses_of(recipe("mxfp8", **lives), 5, ep=ep, **overlap) == plain[:5]
-    one_by_one = losses_of(recipe("mxfp8"), 5, ep=ep, grouped=False)  # drawn in another order
-    assert losses_of(recipe("mxfp8", **lives), 5, ep=ep, grouped=False) == one_by_one
-    assert sum(plain[-10:]) < sum(plain[:10])
-    delayed = losses_of(recipe("fp8_delayed"), 10, ep=ep)
-    for gather in ("both", "high_precision"):
-        assert losses_of(recipe("fp8_delayed", **{**lives, "param_gather": gather}), 10, ep=ep) == delayed
+    of = partial(losses_of, ep=WORLD // 2)  # two ranks hold an expert: a sum of two gradients has one order
+    assert_losses_of_bf16_parameters(of, STEPS, overlapped=5)
+    one_by_one = of(recipe("mxfp8"), 5, grouped=False)  # drawn in another order
+    assert of(recipe("mxfp8", **LIVES), 5, grouped=False) == one_by_one
 
 
 def check_step_rules_cast_from_the_split_masters():
-    rules = [{"match": {"steps": "2:", "experts": ":3"}, "use": {"fprop": "fp8_block_e4m3:2d", "dgrad": "nvfp4"}}]
-    fields = dict(mh.Recipe.load("mxfp8").to_dict(), rules=rules)
-    lives = {"weights": "quantized", "param_gather": "both", "master_cast": "param_dtype"}
-    losses = [[], []]
-    for more, found in zip(({}, lives), losses):
-        run = training(mh.Recipe.from_dict({**fields, **more}), ep=WORLD // 2, make=experts(True))
-        for i in range(1, 5):
-            run[2].controller.begin_step(i)
-            for gather in driver.gathers(run[2].controller.runtimes):
-                gather.follow_formats()
-            found.append(step(run, i))
-    assert losses[0] == losses[1]
-    weight = run[0].module.module.decoder.layers[0].mlp.experts.linear_fc1.weight0
-    assert (str(weight.rowwise.format), str(weight.columnwise.format)) == ("fp8_block_e4m3:2d", "nvfp4")
+    run = trained_by_step_rules({"steps": "2:", "experts": ":3"}, partial(training, ep=WORLD // 2, make=experts(True)))
+    assert_follows_step_rules(run[0].module.module.decoder.layers[0].mlp.experts.linear_fc1.weight0)
 
 
 def check_scales_over_expert_tensor_parallel_ranks_are_of_the_whole_weight():

@@ -30,6 +30,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+LIVES = dict(weights="quantized", param_gather="both", master_cast="param_dtype")
 TILES = {"version": 1, "name": "tiles", "defaults": {gemm: "nvfp4:2d" for gemm in ("fprop", "dgrad")}}
 
 
@@ -166,32 +167,45 @@ def check_100_steps_have_the_losses_of_bf16_parameters():
 
     Two data-parallel ranks: a sum of two gradients has one order, whatever the buffers' layout.
     """
+    assert_losses_of_bf16_parameters(losses_of, STEPS, overlapped=10)
+
+
+def assert_losses_of_bf16_parameters(losses_of, steps: int, *, overlapped: int) -> None:
+    """losses_of: (recipe, steps, **DDP's options) -> losses. overlapped: steps with overlap."""
     overlap = dict(overlap_grad_reduce=True, overlap_param_gather=True, bucket_size=20000)
-    lives = dict(weights="quantized", param_gather="both", master_cast="param_dtype")
-    plain = losses_of(recipe("mxfp8"), STEPS)
-    assert losses_of(recipe("mxfp8", **lives), STEPS) == plain
-    assert losses_of(recipe("mxfp8", **lives), 10, **overlap) == plain[:10]
+    plain = losses_of(recipe("mxfp8"), steps)
+    assert losses_of(recipe("mxfp8", **LIVES), steps) == plain
+    assert losses_of(recipe("mxfp8", **LIVES), overlapped, **overlap) == plain[:overlapped]
     assert sum(plain[-10:]) < sum(plain[:10])
     delayed = losses_of(recipe("fp8_delayed"), 10)
     for gather in ("both", "high_precision"):
-        assert losses_of(recipe("fp8_delayed", **{**lives, "param_gather": gather}), 10) == delayed
+        assert losses_of(recipe("fp8_delayed", **{**LIVES, "param_gather": gather}), 10) == delayed
 
 
 def check_step_rules_cast_from_the_split_masters():
-    rules = [{"match": {"steps": "2:"}, "use": {"fprop": "fp8_block_e4m3:2d", "dgrad": "nvfp4"}}]
-    fields = dict(mh.Recipe.load("mxfp8").to_dict(), rules=rules)
-    later = {"weights": "quantized", "param_gather": "both", "master_cast": "param_dtype"}
-    runs = [training(mh.Recipe.from_dict({**fields, **more})) for more in ({}, later)]
-    losses = [[], []]
-    for run, found in zip(runs, losses):
+    run = trained_by_step_rules({"steps": "2:"}, training)
+    assert_follows_step_rules(run[0].module.module.decoder.layers[0].mlp.linear_fc1.weight)
+
+
+def trained_by_step_rules(match: dict, train):
+    """The run with weights that live quantized, after four steps with the losses of bf16 parameters. match: of the rule;
+    train: recipe -> run."""
+    rules = [{"match": match, "use": {"fprop": "fp8_block_e4m3:2d", "dgrad": "nvfp4"}}]
+    fields, losses = dict(mh.Recipe.load("mxfp8").to_dict(), rules=rules), []
+    for more in ({}, LIVES):
+        run = train(mh.Recipe.from_dict({**fields, **more}))
+        losses.append([])
         for i in range(1, 5):
             run[2].controller.begin_step(i)
             for gather in driver.gathers(run[2].controller.runtimes):
                 gather.follow_formats()
-            found.append(step(run, i))
+            losses[-1].append(step(run, i))
     assert losses[0] == losses[1]
-    weight = runs[1][0].module.module.decoder.layers[0].mlp.linear_fc1.weight
-    assert str(weight.rowwise.format) == "fp8_block_e4m3:2d" and str(weight.columnwise.format) == "nvfp4"
+    return run
+
+
+def assert_follows_step_rules(weight) -> None:
+    assert (str(weight.rowwise.format), str(weight.columnwise.format)) == ("fp8_block_e4m3:2d", "nvfp4")
 
 
 def check_state_of_the_optimizer_brings_the_weights_back():

@@ -1,25 +1,17 @@
 """Checks of whole training runs through Megatron's pretrain(): every scheme trains, and resumes bit for bit.
 
-Runs are forks of this launch (run_mcore_cases.py), on GPUs with NCCL or on CPUs. On four ranks also TP 2 x DP 2 with
+On GPUs with NCCL or on CPUs. On four ranks also TP 2 x DP 2 with
 weights that live quantized in the distributed optimizer, from one rank's checkpoint on as that rank.
 """
 
 from __future__ import annotations
 
-import os
+import json
+import math
+from functools import partial
 
-os.environ |= {  # what Megatron's deterministic mode asks for; a GPU is found without touching it
-    "NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # and tensor parallelism
-}  # fmt: skip
-
-import json  # noqa: E402
-import math  # noqa: E402
-from functools import partial  # noqa: E402
-
-from checks import arguments, write_errors  # noqa: E402
-from mcore_cases import MOCK, MODEL, SCRIPT, TP2, Case, assert_ended, described, numbers, outcomes, same  # noqa: E402
-from run_mcore_cases import RANK, WORLD, run_all  # noqa: E402
+from deterministic_runs import WORLD, run_and_check  # before torch
+from mcore_cases import MOCK, MODEL, SCRIPT, TP2, Case, assert_ended, numbers, same
 
 RECIPES = ("fp8_delayed", "nvfp4", "mxfp8_fprop_nvfp4_bwd", "fp8_current")
 LIVES = {
@@ -34,7 +26,8 @@ CLOSE = 2.0**-8
 def run(name: str, recipe: str, *flags: str, ranks: int | None = 2) -> Case:
     wanted = ["--hq-recipe", recipe, "--hq-metrics-file", f"{{folder}}/{name}.metrics", "--deterministic-mode"]
     layers = ["--num-layers", "4"]  # more than the first and the last, which some recipes leave alone
-    return Case(name, [SCRIPT, *MODEL, *layers, *MOCK, *wanted, *flags], ranks)
+    tensor_parallel = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}  # Megatron asks for it
+    return Case(name, [SCRIPT, *MODEL, *layers, *MOCK, *wanted, *flags], ranks, environment=tensor_parallel)
 
 
 def cases() -> list[Case]:
@@ -70,18 +63,17 @@ def four_ranks_train_as_one(runs) -> None:
         assert abs(entry["loss"] - one[i]["loss"]) <= CLOSE * one[i]["loss"], (i, entry, one[i])
 
 
+def write(folder) -> None:
+    (folder / "lives.json").write_text(json.dumps(LIVES))
+
+
+def checks(runs) -> dict:
+    found = {f"{recipe}_trains_and_resumes": partial(trains_and_resumes, runs, recipe) for recipe in RECIPES}
+    return found | ({"lives_4_ranks_train_as_one": partial(four_ranks_train_as_one, runs)} if WORLD == 4 else {})
+
+
 def main() -> None:
-    folder, wanted = arguments().folder, cases()
-    if RANK == 0:
-        (folder / "lives.json").write_text(json.dumps(LIVES))
-    run_all(described(wanted, folder), folder)
-    checks = {}
-    if RANK == 0:  # it has seen every case's end
-        runs = folder, outcomes(wanted, folder, WORLD)
-        checks = {f"{recipe}_trains_and_resumes": partial(trains_and_resumes, runs, recipe) for recipe in RECIPES}
-        if WORLD == 4:
-            checks["lives_4_ranks_train_as_one"] = partial(four_ranks_train_as_one, runs)
-    write_errors(folder / f"{RANK}.json", checks)
+    run_and_check(cases(), write, checks)
 
 
 if __name__ == "__main__":

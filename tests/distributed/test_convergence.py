@@ -12,8 +12,11 @@ import pytest
 import yaml
 from launch import REPOSITORY, script_module
 
+from megatron_hybrid import Recipe
+
 pytestmark = pytest.mark.dist
 SCRIPT = REPOSITORY / "scripts" / "convergence.py"
+LATE = REPOSITORY / "configs" / "convergence" / "nvfp4_late_at_1300.yaml"
 TINY = {
     "num-layers": 1, "hidden-size": 64, "ffn-hidden-size": 128, "num-attention-heads": 2, "seq-length": 64,
     "max-position-embeddings": 64, "position-embedding-type": "rope", "normalization": "RMSNorm", "swiglu": True,
@@ -44,6 +47,13 @@ def test_gaps_and_intervals(script):
     assert script.cells(rows[1])[3:] == ("+0.0300 +- 0.0393", "X", "")
     (row,) = script.rows([record("bf16", 1, 1.0)], {"bf16": {"tokens_per_second": 123456.7, "card": "Y"}})
     assert script.cells(row)[5] == "123,457 (Y)"
+
+
+def test_the_late_switch_is_the_shipped_recipe_s_at_a_step_of_these_runs():
+    ours, shipped = (Recipe.load(r).to_dict() for r in (LATE, "nvfp4_late_bf16_fprop"))
+    changed = {"name", "description"}
+    assert ours["rules"][1].pop("match") == {"steps": "1300:"} and shipped["rules"][1].pop("match") == {"steps": "9000:"}
+    assert {k: v for k, v in ours.items() if k not in changed} == {k: v for k, v in shipped.items() if k not in changed}
 
 
 def test_results_of_another_setting_are_left_out(script, tmp_path):
