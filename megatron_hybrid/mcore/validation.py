@@ -53,9 +53,10 @@ def check_flags(args) -> None:
             f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written"
         )
     _check_megatron_fsdp(args)
-    if args.use_torch_fsdp2 and args.context_parallel_size > 1:
+    if args.use_torch_fsdp2 and args.calculate_per_token_loss:
         raise UserError(
-            f"--use-torch-fsdp2 beside --context-parallel-size {args.context_parallel_size} is not supported; leave one out"
+            "--use-torch-fsdp2 beside --calculate-per-token-loss: Megatron does not divide FSDP2's gradients by the number of "
+            "tokens; leave one out"
         )
     if args.use_torch_fsdp2 and args.num_experts and args.moe_grouped_gemm:
         raise UserError(
