@@ -1,6 +1,7 @@
 """The weights of a grouped linear: one (E, N, K) parameter, or one (N, K) an expert where any of them lives quantized.
 
-An expert has formats, scales and column blocks of its own, which one matrix of all experts does not hold.
+An expert has formats, scales and column blocks of its own, which one matrix of all experts does not hold. Where all have
+the same formats, and scales that do not span an expert, their payloads lie in common memory (`ExpertStack`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class HoldsExpertWeights(HoldsWeight):
             parameter.__dict__.update(whole.__dict__)
             self.register_parameter(f"weight{e}", parameter)
         self.hold_weight(preserve=preserve)
+        self.hq.how_each(self.weights())  # moves them to common memory
 
     def held_weights(self) -> list[tuple]:
         """(parameter's name, runtime) of the weights that live quantized, one an expert."""
@@ -61,7 +63,7 @@ class HoldsExpertWeights(HoldsWeight):
         return (self._parameters["weight0"] if self.weight is None else self.weight).device
 
     def multiply(self, x: torch.Tensor, bias, m_splits) -> torch.Tensor:
-        """`ExpertRuntimes.forward`, or `.each` over quantized weights: they run one after another."""
+        """`ExpertRuntimes.forward`, or `.each` over quantized weights."""
         if self.weight is None:
             return self.hq.each(x, self.weights(), bias, m_splits, training=self.training)
         return self.hq(x, self.weight, bias, m_splits, training=self.training)

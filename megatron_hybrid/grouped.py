@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch.autograd.function import once_differentiable
 
+from .expert_stack import ExpertStack
 from .formats import COLUMNWISE
 from .grouped_at_once import GroupedCall, GroupedPlan, build, grouped_at_once, why_not
 from .groups import Groups
@@ -56,6 +57,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
         self.weight_rows = weight_rows
         self.one_by_one = False  # True: the loop over experts, always (tests)
         self._how: tuple | None = None  # (what it was found for, `how`)
+        self.stack = ExpertStack()  # of weights that live quantized
 
     @property
     def comm(self) -> Communication:
@@ -87,12 +89,33 @@ class ExpertRuntimes(torch.nn.ModuleList):
 
     def how(self, weight: torch.Tensor) -> GroupedPlan | str:
         """How all experts run together with an (E, N, K) weight, or why they run one by one. Found once a plan."""
-        key = (weight.device, self.changes, weight.dtype, weight.shape)
+        return self._how_for(weight.device, weight.dtype, weight.shape)
+
+    def how_each(self, weights: list[torch.Tensor]) -> GroupedPlan | str:
+        """`how` with a weight (N, K) an expert, whose payloads move to common memory if they run together."""
+        first = weights[0]
+        how = self._how_for(first.device, first.dtype, (len(weights), *first.shape))
+        if isinstance(how, str):
+            return how
+        return self.stack.follow(weights) or self._unready(how.plans[0], weights) or how
+
+    def _how_for(self, device, dtype, shape) -> GroupedPlan | str:
+        key = (device, self.changes, dtype, shape, self.one_by_one)
         if self._how is None or self._how[0] != key:
-            plans, shape = self.plans(weight.device), tuple(weight.shape[1:])
-            why = "asked for" if self.one_by_one else why_not(plans, shape)
-            self._how = key, why or build(plans, shape, weight.dtype)
+            plans = self.plans(device)
+            why = "asked for" if self.one_by_one else why_not(plans, tuple(shape[1:]))
+            self._how = key, why or build(plans, tuple(shape[1:]), dtype)
         return self._how[1]
+
+    def _unready(self, plan: GemmPlan, weights: list[HybridTensor]) -> str | None:
+        """Why what these weights hold is not what a call at once reads; dense linears find another way, or say so."""
+        if weights[0].quantizer != plan.quantizers[WEIGHT]:
+            return "weights have other formats than the plan"
+        if plan.saved[WEIGHT] == COLUMNWISE and self.stack.columnwise is None:
+            return "weights hold no columns"
+        if any(weight.requires_grad != weights[0].requires_grad for weight in weights):
+            return "some experts are frozen"
+        return None
 
     def forward(self, x: torch.Tensor, weight, bias, m_splits, *, training: bool) -> torch.Tensor:
         """x (T, K), plain or with the rowwise payload of the plan's input, weight (E, N, K), bias (E, N) or None ->
@@ -101,25 +124,34 @@ class ExpertRuntimes(torch.nn.ModuleList):
         are not read)."""
         check_rows(x)
         groups = Groups(m_splits, len(self), x.shape[0], x.device)
-        plain = type(x) in (torch.Tensor, HybridTensor) and type(weight) is torch.nn.Parameter
-        watched = self[0].observer is not None or self[0].nan_check is not None
-        if plain and not watched and x.dtype == weight.dtype and x.shape[0] and not _traced_or_autocast(x):
+        if type(weight) is torch.nn.Parameter and self._may_run_at_once(x, weight):
             how = self.how(weight)
             if isinstance(how, GroupedPlan):
                 call = self[0].call(weight.device, self.comm, training=training)
-                return grouped_at_once(x, weight, bias, GroupedCall(how, call, groups))
+                return grouped_at_once(x, [weight], bias, GroupedCall(how, call, groups))
         return self._one_by_one(x, weight, bias, groups.host, training)
 
     def each(self, x: torch.Tensor, weights: list, bias, m_splits, *, training: bool) -> torch.Tensor:
-        """`forward` with a weight (N, K) an expert, plain or quantized: one linear after another."""
+        """`forward` with a weight (N, K) an expert, plain or quantized: at once where all are quantized alike."""
         check_rows(x)
-        splits = Groups(m_splits, len(self), x.shape[0], x.device).host
+        groups = Groups(m_splits, len(self), x.shape[0], x.device)
+        if self._may_run_at_once(x, weights[0]):
+            how = self.how_each(weights)
+            if isinstance(how, GroupedPlan):
+                call = self[0].call(weights[0].device, self.comm, training=training)
+                return grouped_at_once(x, weights, bias, GroupedCall(how, call, groups, self.stack))
         outputs, start = [], 0
-        for e, (runtime, weight, x_e) in enumerate(zip(self, weights, x.split(splits))):
+        for e, (runtime, weight, x_e) in enumerate(zip(self, weights, x.split(groups.host))):
             call = at_rows(runtime.call(weight.device, self.comm, training=training), start, 0)
             outputs.append(hybrid_linear(x_e, weight, None if bias is None else bias[e], call))
-            start += splits[e]
+            start += groups.host[e]
         return torch.cat(outputs)
+
+    def _may_run_at_once(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether nothing but plans and weights could ask for one expert after another."""
+        plain = type(x) in (torch.Tensor, HybridTensor) and x.dtype == weight.dtype and x.shape[0] > 0
+        watched = self[0].observer is not None or self[0].nan_check is not None
+        return plain and not watched and not _traced_or_autocast(x)
 
     def _one_by_one(self, x, weight, bias, splits: list[int], training: bool) -> torch.Tensor:
         calls, start = [], 0

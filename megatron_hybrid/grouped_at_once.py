@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from .expert_stack import ExpertStack
 from .formats import COLUMNWISE, ROWWISE
 from .gemm import grouped as gemms
 from .grouped_columns import rows_and_columns
@@ -61,11 +62,12 @@ def build(plans: list[GemmPlan], shape: tuple[int, int], dtype: torch.dtype) -> 
 
 @dataclass(frozen=True)
 class GroupedCall:
-    """One call: how, what its casts read, and where the groups are."""
+    """One call: how, what its casts read, where the groups are, and the weights' payloads where they live quantized."""
 
     how: GroupedPlan
     call: LinearCall  # of the first expert; random bits count rows of the whole tensor
     groups: Groups
+    stack: ExpertStack | None = None
 
     def rows(self, operand: str, x: torch.Tensor) -> QuantizedStorage:
         """The rowwise payload of x (T, K); a `HybridTensor` brings it."""
@@ -94,12 +96,18 @@ class GroupedCall:
         row = self.rows(operand, x)
         return row, self.columns(operand, row if quantizer.derives_columnwise else x)
 
-    def weight(self, weight: torch.Tensor, *, rowwise=False, columnwise=False):
-        """(rowwise, columnwise) payloads of the weight, from its cache where there is one."""
-        cache = self.call.weight_cache
+    def weight(self, weights: list[torch.Tensor], *, rowwise=False, columnwise=False):
+        """(rowwise, columnwise) payloads of the weights: those held, from the cache where there is one, or cast."""
+        if self.stack is not None:
+            return self._held(ROWWISE) if rowwise else None, self._held(COLUMNWISE) if columnwise else None
+        (weight,), cache = weights, self.call.weight_cache
         if cache is None:
             return self._cast_weight(weight, rowwise=rowwise, columnwise=columnwise)
         return cache.get(weight, self._cast_weight, (rowwise, columnwise))
+
+    def _held(self, direction: str) -> StackedWeight:
+        s = getattr(self.stack, direction)
+        return StackedWeight(s, direction, s.format, self.groups.num)
 
     def gradient(self, dy: torch.Tensor, by_rows: bool, by_columns: bool):
         """`rows` and `columns` of the output's gradient, None for what is not asked for. A column is cast from dy."""
@@ -124,6 +132,16 @@ class GroupedCall:
             return self._cast_weight(kept, rowwise=False, columnwise=True)[1]
         return self._stack(StackedWeight(kept, ROWWISE, quantizer.rowwise, num).dequantize(), COLUMNWISE)
 
+    def weight_gradients(self, dy_col: GroupedColumns, x_col: GroupedColumns, weights) -> list[torch.Tensor]:
+        """What autograd gets for each of `weights`: placeholders where all have a `main_grad`, which is added to."""
+        contract = self.how.wgrad.contract
+        totals, dtype = [main_grad(weight) for weight in weights], weights[0].dtype
+        if any(total is None for total in totals):
+            dw = contract(self.how.plans, dy_col, x_col, dtype)
+            return [dw] if self.stack is None else list(dw.unbind())
+        contract(self.how.plans, dy_col, x_col, dtype, totals[0] if self.stack is None else totals)
+        return [placeholder_gradient(weight) for weight in weights]
+
     def _stack(self, weight: torch.Tensor, direction: str) -> StackedWeight:
         fmt = getattr(self.call.plan.quantizers[WEIGHT], direction)
         return StackedWeight.make(weight, fmt, direction, reduce_amax=self.call.reduce_amax(WEIGHT, direction))
@@ -139,36 +157,36 @@ class GroupedCall:
 
 
 class GroupedAtOnceFunction(torch.autograd.Function):
-    """The three equations for all groups. x (T, K), weight (E, N, K), bias (E, N) or None."""
+    """The three equations for all groups. x (T, K), bias (E, N) or None, weights: one (E, N, K), or E of (N, K) that live
+    quantized."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, call: GroupedCall):
-        needs = ctx.needs_input_grad
-        y, x_kept, w_kept = forward(x, weight, bias, call, keep_input=needs[1], keep_weight=needs[0])
-        ctx.call, ctx.weight, ctx.dtype = call, weight, x.dtype
+    def forward(ctx, x, bias, call: GroupedCall, *weights):
+        for_x, needs_bias, _, *needs = ctx.needs_input_grad
+        y, x_kept, w_kept = forward(x, weights, bias, call, keep_input=any(needs), keep_weight=for_x)
+        ctx.call, ctx.weights, ctx.dtype = call, weights, x.dtype
+        ctx.wanted = for_x, any(needs), needs_bias
         ctx.unpack = save_for_backward(ctx, x_kept, w_kept)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        call, weight, needs = ctx.call, ctx.weight, ctx.needs_input_grad
+        call, weights, needs = ctx.call, ctx.weights, ctx.wanted
         how, plans, groups = call.how, call.how.plans, call.groups
         x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
-        dx, dw, db = None, None, None
+        dx, dws, db = None, [None] * len(weights), None
         dy_row, dy_col = call.gradient(dy, *needs[:2])
         if needs[0]:
             dx = how.dgrad.rows("dgrad", plans, dy_row, call.kept_weight(w_kept), groups, ctx.dtype)
         if needs[1]:
-            total = main_grad(weight)
-            dw = how.wgrad.contract(plans, dy_col, call.kept_input(x_kept), weight.dtype, total)
-            dw = dw if total is None else placeholder_gradient(weight)
+            dws = call.weight_gradients(dy_col, call.kept_input(x_kept), weights)
         if needs[2]:
             db = group_sums(dy, groups)
-        return dx, dw, db, None
+        return dx, db, None, *dws
 
 
-def forward(x, weight, bias, call: GroupedCall, *, keep_input: bool, keep_weight: bool):
+def forward(x, weights, bias, call: GroupedCall, *, keep_input: bool, keep_weight: bool):
     """y (T, N), and what the plan keeps of x and of w for backward (None where nothing is needed)."""
     saved = call.call.plan.saved
     x_kept = None
@@ -177,7 +195,7 @@ def forward(x, weight, bias, call: GroupedCall, *, keep_input: bool, keep_weight
         x_kept = x_kept.payload
     else:
         x_row = call.rows(INPUT, x)
-    w_row, w_col = call.weight(weight, rowwise=True, columnwise=keep_weight and saved[WEIGHT] == COLUMNWISE)
+    w_row, w_col = call.weight(weights, rowwise=True, columnwise=keep_weight and saved[WEIGHT] == COLUMNWISE)
     y = call.how.fprop.rows("fprop", call.how.plans, x_row, w_row, call.groups, x.dtype)
     if bias is not None:
         y = (y + bias[call.groups.of_row]).to(y.dtype)
@@ -185,7 +203,7 @@ def forward(x, weight, bias, call: GroupedCall, *, keep_input: bool, keep_weight
     if keep_input and x_kept is None:
         x_kept = {ORIGINAL: x, ROWWISE: x_row}[saved[INPUT]]
     if keep_weight:
-        w_kept = weight if saved[WEIGHT] == ORIGINAL else {ROWWISE: w_row, COLUMNWISE: w_col}[saved[WEIGHT]].payload
+        w_kept = weights[0] if saved[WEIGHT] == ORIGINAL else {ROWWISE: w_row, COLUMNWISE: w_col}[saved[WEIGHT]].payload
     return y, x_kept, w_kept
 
 
@@ -197,8 +215,8 @@ def group_sums(dy: torch.Tensor, groups: Groups) -> torch.Tensor:
     return torch.segment_reduce(dy.float(), "sum", lengths=lengths, axis=0, unsafe=True, initial=0.0).to(dy.dtype)
 
 
-def grouped_at_once(x, weight, bias, call: GroupedCall) -> torch.Tensor:
-    """`y[group e] = x[group e] @ weight[e].T + bias[e]` for all groups."""
+def grouped_at_once(x, weights, bias, call: GroupedCall) -> torch.Tensor:
+    """`y[group e] = x[group e] @ weight[e].T + bias[e]` for all groups. weights: as `GroupedAtOnceFunction`'s."""
     if not torch.is_grad_enabled():
-        return forward(x, weight, bias, call, keep_input=False, keep_weight=False)[0]
-    return GroupedAtOnceFunction.apply(x, weight, bias, call)
+        return forward(x, weights, bias, call, keep_input=False, keep_weight=False)[0]
+    return GroupedAtOnceFunction.apply(x, bias, call, *weights)

@@ -16,7 +16,7 @@ from .grouped_columns import block_columns, row_scaled_columns
 from .groups import Layout
 from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
 from .storage import QuantizedStorage, cast, high_precision_storage
-from .storage_layout import ROWS, narrow, stored_dim, transpose
+from .storage_layout import ROWS, pack_fp4, stored_dim, transpose
 
 
 def unstackable(plan: GemmPlan, out_features: int, in_features: int) -> str | None:
@@ -68,7 +68,8 @@ def columns_alignment(plan: GemmPlan) -> int:
 class StackedWeight:
     """One direction of an (E, N, K) weight: of every expert a matrix (rows, contraction).
 
-    payload: rowwise payload of (E * rows, contraction), or the weight itself in high precision, (E, N, K).
+    payload: rowwise payload of (E * rows, contraction), or the weight itself in high precision, (E, N, K). Columns of
+    parameters that live quantized are as these hold them: columnwise payloads of (N, K), one after another.
     """
 
     payload: QuantizedStorage | torch.Tensor
@@ -92,7 +93,24 @@ class StackedWeight:
         if isinstance(self.payload, torch.Tensor):
             _, N, K = self.payload.shape
             return (N, K) if self.direction == ROWWISE else (K, N)
-        return self.payload.shape[0] // self.num, self.payload.shape[1]
+        rows, columns = self.payload.shape[0] // self.num, self.payload.shape[1]
+        return (columns, rows) if self.payload.direction == COLUMNWISE else (rows, columns)
+
+    def by_rows(self) -> QuantizedStorage:
+        """The rowwise payload of (E * rows, contraction). A copy where it is parameters' columns: what multiplies codes
+        wants the contraction contiguous, as dense linears' GEMMs do."""
+        s = self.payload
+        if s.direction == ROWWISE:
+            return s
+        turned = {name: self._turned(t) for name, t in s.buffers().items()}
+        codes = self._turned(s.codes())
+        turned["qdata"] = pack_fp4(codes) if s.format.bits == 4 else codes
+        rows, contraction = self.shape
+        return s.changed(direction=ROWWISE, shape=(self.num * rows, contraction), **turned)
+
+    def _turned(self, t: torch.Tensor) -> torch.Tensor:
+        """A matrix an expert, one after another, as their transposes, one after another."""
+        return t.view(self.num, -1, t.shape[1]).transpose(1, 2).reshape(self.num * t.shape[1], -1)
 
     def high_precision(self) -> torch.Tensor:
         """(E, rows, contraction) in high precision; a view."""
@@ -103,7 +121,7 @@ class StackedWeight:
         """The weight (E, N, K) that the payload decodes to, in the nominal dtype."""
         if isinstance(self.payload, torch.Tensor):
             return self.payload
-        values = self.payload.dequantize(self.payload.dtype).view(self.num, *self.shape)
+        values = self.by_rows().dequantize(self.payload.dtype).view(self.num, *self.shape)
         return values if self.direction == ROWWISE else values.transpose(1, 2)
 
     def piece(self, expert: int) -> QuantizedStorage:
@@ -111,9 +129,19 @@ class StackedWeight:
         if isinstance(self.payload, torch.Tensor):
             weight = self.payload[expert]
             return high_precision_storage(weight, self.format, self.direction, weight.dtype)
-        rows = self.shape[0]
-        piece, _ = narrow(self.payload, ROWS, expert * rows, rows)
-        return piece if self.direction == ROWWISE else transpose(piece)
+        piece = part_of_stack(self.payload, expert, self.num)
+        if piece.direction == self.direction:
+            return piece
+        return transpose(piece)
+
+
+def part_of_stack(s: QuantizedStorage, expert: int, num: int) -> QuantizedStorage:
+    """One expert's payload of those of `num`, one after another: a view."""
+    buffers = {}
+    for name, t in s.buffers().items():
+        rows = t.shape[0] // num
+        buffers[name] = t.narrow(0, expert * rows, rows)
+    return s.changed(shape=(s.shape[0] // num, s.shape[1]), **buffers)
 
 
 @dataclass(frozen=True)

@@ -186,6 +186,11 @@ class HybridTensor(Owned, torch.Tensor):
         self._row = None if rowwise else self._row
         self._col = None if columnwise else self._col
 
+    def take_buffers(self, rowwise: dict[str, torch.Tensor], columnwise: dict[str, torch.Tensor]) -> None:
+        """Move the payloads held to these tensors, by name, which have their bytes. Detached tensors keep the old ones."""
+        self._row = None if self._row is None else self._row.with_buffers(rowwise)
+        self._col = None if self._col is None else self._col.with_buffers(columnwise)
+
     # ---- decode
 
     def dequantize(self, direction: str | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:

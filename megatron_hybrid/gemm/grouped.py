@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from .. import ops_triton
+from ..formats import COLUMNWISE
 from ..groups import Groups
 from ..stacked import GroupedColumns, StackedWeight, rows_of
 from ..storage import FP8_DTYPES, QuantizedStorage
@@ -47,7 +48,7 @@ class GroupedBackend(Protocol):
         """fprop or dgrad. plans: one an expert, whose counts of gemms grow."""
 
     def contract(self, plans, a: GroupedColumns, b: GroupedColumns, dtype, accumulate_into=None) -> torch.Tensor:
-        """wgrad, or added to `accumulate_into`, (E, N, K)."""
+        """wgrad, or added to `accumulate_into`, (E, N, K) or a list of E tensors (N, K)."""
 
 
 class GroupedLoop:
@@ -115,7 +116,7 @@ class GroupedMm:
     def contract(self, plans, a, b, dtype, accumulate_into=None):
         _count(plans, "wgrad")
         dw = torch._grouped_mm(_bf16_columns(a), _bf16_columns(b).T, offs=a.layout.ends)
-        return finish(dw, dtype, accumulate_into)
+        return _finish(dw, dtype, accumulate_into)
 
 
 class GroupedFp8:
@@ -146,7 +147,7 @@ class GroupedFp8:
         from ..ops_triton import grouped_gemm
 
         _count(plans, gemm)
-        pair, s = getattr(plans[0], gemm).pair, w.payload
+        pair, s = getattr(plans[0], gemm).pair, w.by_rows()
         kind = _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)]
         out = torch.empty(a.shape[0], w.shape[0], dtype=dtype, device=a.device)
         return grouped_gemm.multiply_rows(
@@ -160,13 +161,13 @@ class GroupedFp8:
         _count(plans, "wgrad")
         pair, x, y, num = plans[0].wgrad.pair, a.payload, b.payload, a.layout.groups.num
         shape, total = (num, x.shape[1], y.shape[1]), accumulate_into
-        add = total is not None and total.is_contiguous()
-        out = total if add else torch.empty(shape, dtype=dtype if total is None else total.dtype, device=x.device)
+        add = isinstance(total, torch.Tensor) and total.is_contiguous()
+        out = total if add else torch.empty(shape, dtype=dtype if total is None else total[0].dtype, device=x.device)
         grouped_gemm.multiply_columns(
             _fp8(x), _fp8(y), x.scale.contiguous(), y.scale.contiguous(), out, a.layout.blocks,
             _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)], fast=_is_fast(pair), add=add,
         )  # fmt: skip
-        return out if add else finish(out, dtype, total)
+        return out if add else _finish(out, dtype, total)
 
 
 class ScaledGroupedMm:
@@ -188,9 +189,10 @@ class ScaledGroupedMm:
 
     def rows(self, gemm, plans, a, w, groups, dtype):
         _count(plans, gemm)
-        w_codes = _e4m3(w.payload.qdata).view(w.num, *w.shape)
+        s = w.by_rows()
+        w_codes = _e4m3(s.qdata).view(w.num, *w.shape)
         return torch._scaled_grouped_mm(
-            _e4m3(a.qdata), w_codes.transpose(1, 2), a.scale.reshape(-1), w.payload.scale.view(w.num, -1),
+            _e4m3(a.qdata), w_codes.transpose(1, 2), a.scale.reshape(-1), s.scale.view(w.num, -1),
             offs=groups.layout(1).ends, out_dtype=torch.bfloat16, use_fast_accum=_is_fast(getattr(plans[0], gemm).pair),
         )  # fmt: skip
 
@@ -200,7 +202,7 @@ class ScaledGroupedMm:
             _e4m3(a.payload.qdata), _e4m3(b.payload.qdata).T, a.payload.scale.reshape(-1), b.payload.scale.reshape(-1),
             offs=a.layout.ends, out_dtype=torch.bfloat16, use_fast_accum=_is_fast(plans[0].wgrad.pair),
         )  # fmt: skip
-        return finish(dw, dtype, accumulate_into)
+        return _finish(dw, dtype, accumulate_into)
 
 
 OWN, NATIVE, BF16, LOOP = GroupedFp8(), ScaledGroupedMm(), GroupedMm(), GroupedLoop()
@@ -228,6 +230,14 @@ def _count(plans, gemm: str) -> None:
         plan.calls[gemm, getattr(plan, gemm).backend.name] += len(plans)
 
 
+def _finish(dw: torch.Tensor, dtype, accumulate_into):
+    """`finish` of (E, N, K), into one accumulator or into one an expert."""
+    if not isinstance(accumulate_into, list):
+        return finish(dw, dtype, accumulate_into)
+    torch._foreach_add_(accumulate_into, list(dw.to(accumulate_into[0].dtype).unbind()))
+    return accumulate_into
+
+
 def _is_fast(pair: GemmPair) -> bool:
     """Sums of blocks are always promoted, to be scaled."""
     return pair.accumulate == "fast" and scale_kind(pair.a) == ROW
@@ -244,9 +254,12 @@ def _e4m3(qdata: torch.Tensor) -> torch.Tensor:
 
 def _bf16_stack(w: StackedWeight) -> torch.Tensor:
     """(E, rows, contraction) in bf16, outer scales left out."""
-    if isinstance(w.payload, torch.Tensor):
+    s, (rows, contraction) = w.payload, w.shape
+    if isinstance(s, torch.Tensor):
         return w.high_precision()
-    return bf16_operand(w.payload).view(w.num, *w.shape)
+    if s.direction == COLUMNWISE and contraction % (s.format.block(COLUMNWISE)[0] or 1) == 0:  # no block spans experts
+        return bf16_operand(s).view(rows, w.num, contraction).transpose(0, 1)
+    return bf16_operand(w.by_rows()).view(w.num, rows, contraction)
 
 
 def _bf16_columns(columns: GroupedColumns) -> torch.Tensor:

@@ -18,8 +18,7 @@ class HybridGroupedLinear(HoldsExpertWeights, torch.nn.Module):
     """`num_gemms` linears over contiguous row groups: `y[group e] = x[group e] @ weight[e].T + bias[e]`.
 
     weight: one (E, N, K) parameter. Weights that live quantized are a parameter (N, K) an expert instead, ``weight0``
-    and so on, since every expert has its own formats and scales: these run one after another. State dicts of either
-    kind load into the other.
+    and so on, since every expert has its own formats and scales. State dicts of either kind load into the other.
 
     first_expert: global index of the first local expert, for rules on experts. recipe, name, layer, num_layers,
     save_input, backend, device, dtype: as `HybridLinear`. Raises ``ValueError`` without any expert, `PlanError`
@@ -67,7 +66,7 @@ class HybridGroupedLinear(HoldsExpertWeights, torch.nn.Module):
     @property
     def how(self) -> GroupedPlan | str:
         """How the experts run together, or why they run one by one."""
-        return "weights live quantized, one an expert" if self.weight is None else self.hq.how(self.weight)
+        return self.hq.how_each(self.weights()) if self.weight is None else self.hq.how(self.weight)
 
     def roles(self):
         """input, weight, output (None), grad_output of every expert."""
@@ -75,8 +74,8 @@ class HybridGroupedLinear(HoldsExpertWeights, torch.nn.Module):
 
     def forward(self, x: torch.Tensor, m_splits) -> torch.Tensor:
         """x (T, K); m_splits: rows of each group, a list or an int32 tensor (E,). Raises ``ValueError`` when they
-        are not `num_gemms` non-negative numbers that add up to T; on a GPU they stay there, unread (with quantized
-        weights they are read)."""
+        are not `num_gemms` non-negative numbers that add up to T; on a GPU they stay there, unread, where experts
+        run at once."""
         return self.multiply(x, self.bias, m_splits)
 
     def extra_repr(self) -> str:

@@ -29,6 +29,7 @@ from run_param_gather import (
 
 import megatron_hybrid as mh
 from megatron_hybrid import patches
+from megatron_hybrid.grouped_at_once import GroupedPlan
 
 EXPERTS, STEPS = 4, 30
 MIXED_EXPERTS = {
@@ -48,6 +49,7 @@ RUNS = [
     ("nvfp4_rowscaled_fprop_mxfp8_bwd", "both", "fp32", 2, True), (TILES, "rowwise", "fp32", 2, True),
     (MIXED_EXPERTS, "both", "fp32", 1, True), (MIXED_EXPERTS, "both", "fp32", 2, False),
 ]  # fmt: skip
+AT_ONCE = ("mxfp8", "fp8_rowwise", "nvfp4_rowscaled_fprop_mxfp8_bwd")
 
 
 def experts(grouped: bool, **changes):
@@ -71,6 +73,20 @@ def check_after_a_step_the_bytes_are_the_whole_master_s():
         assert len(mine) - len(quantized) == 2 * sum(first <= e < first + EXPERTS // ep for e in left), quantized
         assert set(quantized) <= whole_masters(run[0]).keys()
         assert all(mine[n].get_high_precision_init_val() is None for n in quantized)
+        if grouped and name in AT_ONCE:
+            assert_gathers_into_the_stack(run[0])
+
+
+def assert_gathers_into_the_stack(model):
+    """Experts run at once, over the memory that the gather writes."""
+    mlp = model.module.module.decoder.layers[0].mlp.experts
+    for linear in (mlp.linear_fc1, mlp.linear_fc2):
+        weights, stack = linear.weights(), linear.hq.stack
+        gather = weights[0]._stale.owner.gather
+        assert gather.weights.is_current()
+        assert isinstance(linear.hq.how_each(weights), GroupedPlan) and gather.weights.is_current()
+        first, size = stack.rowwise.qdata.data_ptr(), weights[0].rowwise.qdata.nbytes
+        assert [w.rowwise.qdata.data_ptr() for w in weights] == [first + e * size for e in range(len(weights))]
 
 
 def losses_of(chosen, steps: int, *, ep: int, grouped=True, **ddp) -> list[float]:
