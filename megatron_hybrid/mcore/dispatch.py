@@ -28,12 +28,10 @@ from .experts import HybridGroupedMLP
 QUANTIZED = "quantized"
 
 
-def refuse_unsupported(config, recipe) -> None:
+def refuse_unsupported(config) -> None:
     """Raise `UserError` for what a quantized dispatch cannot do."""
-    one_by_one = "`dispatch: quantized` beside `weights: quantized` is not supported, as such experts run one after another"
     reasons = {
         "the recipe says `dispatch: quantized`, but there are no experts": config.num_moe_experts is None,
-        one_by_one: recipe.weights == QUANTIZED,
         "`dispatch: quantized` needs --moe-grouped-gemm": not config.moe_grouped_gemm,
         "`dispatch: quantized` needs --moe-token-dispatcher-type alltoall": config.moe_token_dispatcher_type != "alltoall",
         "`dispatch: quantized` beside --moe-shared-expert-overlap is not supported": config.moe_shared_expert_overlap,
@@ -76,9 +74,9 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
 
     @classmethod
     def adopt(cls, dispatcher: MoEAlltoAllTokenDispatcher, linear, attention_tp) -> None:
-        shape = tuple(linear.weight.shape[1:])
+        shape = tuple(linear.weight_of(0).shape)
         for step in (None, *linear.hq[0].recipe.change_steps()):
-            check([r.build(r.recipe, linear.weight.device, step) for r in linear.hq], shape)
+            check([r.build(r.recipe, linear.weight_device, step) for r in linear.hq], shape)
         dispatcher.__class__ = cls
         dispatcher.__dict__["linear"] = linear
         dispatcher.attention_tp = attention_tp
@@ -95,7 +93,7 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
 
     def _call(self, tokens: torch.Tensor) -> LinearCall:
         """The call whose input is cast here; stochastic rounding draws for the rows' sources."""
-        hq, device = self.linear.hq[0], self.linear.weight.device
+        hq, device = self.linear.hq[0], self.linear.weight_device
         call = hq.call(device, LOCAL, training=self.linear.training)
         if not call.plan.quantizers[INPUT].rowwise.sr:
             return call

@@ -190,7 +190,7 @@ class HybridLayerSpec:
         recipe = with_bf16_edges(self.recipe, config)
         recipe.check_matches(enumerate_modules(config))
         if recipe.dispatch == dispatch.QUANTIZED:
-            dispatch.refuse_unsupported(config, recipe)
+            dispatch.refuse_unsupported(config)
         return recipe
 
     def install(self, model_config) -> LayerParts:

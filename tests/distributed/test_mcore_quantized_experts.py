@@ -67,11 +67,12 @@ CASES = [
     run("mixed", "mixed", *saved("mixed")),
     run("mixed_resumed", "mixed", *loaded("mixed")),
     run("hadamard", "hadamard"),
-    run("travelling", "travelling"),
+    run("travelling", "travelling", *saved("travelling")),
+    run("travelling_resumed", "travelling", *loaded("travelling")),
+    run("travelling_statistics", "travelling", "--hq-stats-interval", "1", "--hq-stats-file", "{folder}/travelling.jsonl"),
 ]
 REFUSED = {
     "hadamard": "decoder.layers.0.mlp.experts.linear_fc1 experts 2:4: its weight lives quantized as nvfp4:rht",
-    "travelling": "`dispatch: quantized` beside `weights: quantized`",
 }
 
 
@@ -81,7 +82,7 @@ def runs(tmp_path_factory):
     base, delayed = (mh.Recipe.load(name).to_dict() for name in (BASE, "fp8_delayed"))
     recipes = {
         "plain": base, "lives": {**base, **ROUNDED}, "lives32": {**base, **LIVES}, "delayed": {**delayed, **LIVES},
-        "mixed": MIXED, "hadamard": HADAMARD, "travelling": {**base, **LIVES, "dispatch": "quantized"},
+        "mixed": MIXED, "hadamard": HADAMARD, "travelling": {**base, **ROUNDED, "dispatch": "quantized"},
     }  # fmt: skip
     for name, fields in recipes.items():
         (folder / f"{name}.json").write_text(json.dumps({**fields, "name": name}))
@@ -103,6 +104,8 @@ BITS = ("ms", "grad_norm")  # what may differ: the norm is a sum over buffers
         # P38: resumed, and taken over by the other implementation
         ("resumed", "lives32"), ("delayed_resumed", "delayed"), ("mixed_resumed", "mixed"),
         ("sequential", "lives32"), ("grouped_again", "lives32"), ("delayed_sequential", "delayed"),
+        # tokens travel quantized, also where recorded steps run experts one after another
+        ("travelling", "plain"), ("travelling_resumed", "plain"), ("travelling_statistics", "plain"),
         ("tuned", "tuned_plain"),  # masters start from the loaded values, as bf16 parameters' do
     ],
 )  # fmt: skip
