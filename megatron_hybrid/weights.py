@@ -87,11 +87,16 @@ class WeightOwner:
     def weight(self) -> HybridTensor | None:
         module = self._module()
         weight = None if module is None else module._parameters.get(self._name)
+        weight = getattr(weight, "orig_param", weight)  # between steps Megatron-FSDP's modules hold the shards
         return weight if isinstance(weight, HybridTensor) else None
 
     @property
     def recipe(self):
         return self._runtime().recipe
+
+    @property
+    def label(self) -> str:
+        return self._runtime().label
 
     def keys(self, device, *, step: bool = False, noop_flag=None) -> dict:
         """`rng`, `state` and, where other ranks share the scale, `reduce_amax` of a cast of this weight now. step: of one
@@ -138,7 +143,8 @@ class WeightOwner:
                             "tensor parallelism")  # fmt: skip
 
     def requantize(self) -> None:
-        """Follow a changed plan: cast anew from the master, the preserved value, else the decode, in that order."""
+        """Follow a changed plan: cast anew from the master, the preserved value, else the decode, in that order. Where a
+        gather brings the bytes, there is only the place for them."""
         t, runtime = self.weight, self._runtime()
         if t is None or t.quantizer == runtime.plan_for(t.device).quantizers[WEIGHT]:
             return
@@ -147,10 +153,14 @@ class WeightOwner:
             if state is not None:
                 state.history[0] = 0  # the amax of a value that no forward read with this format; the cast records anew
         with torch.no_grad():
-            value = t.best_value()
-            if not t.is_kept():
-                start_scales(runtime, value)
-            new = quantize(runtime, value, t.dtype, trained=t.requires_grad or t.columnwise is not None)
+            trained = t.requires_grad or t.columnwise is not None
+            if self.gather is not None and self.gather.brings_bytes:
+                new = unfilled(runtime, t.shape, t.dtype, t.device, trained=trained)
+            else:
+                value = t.best_value()
+                if not t.is_kept():
+                    start_scales(runtime, value)
+                new = quantize(runtime, value, t.dtype, trained=trained)
             new._stale.inherit(marks)
             t.data = new
         torch.autograd.graph.increment_version(t)
@@ -186,17 +196,20 @@ def _rng(runtime, device) -> Rng | None:
     return keys.rng(runtime.role, WEIGHT, device, index_map)
 
 
+def unfilled(runtime, shape, dtype: torch.dtype, device, *, trained: bool) -> HybridTensor:
+    """Memory for the directions that the plan reads; `trained` False: those of forward only."""
+    plan = runtime.plan_for(device)
+    quantizer = plan.quantizers[WEIGHT]
+    directions = DIRECTIONS if trained and plan.saved[WEIGHT] == COLUMNWISE else DIRECTIONS[:1]
+    payloads = [QuantizedStorage.empty(getattr(quantizer, d), d, matrix_shape(shape), dtype, device) for d in directions]
+    row, col = payloads if len(payloads) == 2 else (*payloads, None)
+    return HybridTensor.from_storages(row, col, shape, dtype, quantizer)
+
+
 def quantize(runtime, x: torch.Tensor, dtype: torch.dtype, *, trained: bool) -> HybridTensor:
     """`x` in the directions that the plan reads; `trained` False: those of forward only."""
-    plan = runtime.plan_for(x.device)
-    quantizer = plan.quantizers[WEIGHT]
     x = rounded(x, dtype, runtime.recipe)
-    directions = DIRECTIONS if trained and plan.saved[WEIGHT] == COLUMNWISE else DIRECTIONS[:1]
-    payloads = [
-        QuantizedStorage.empty(getattr(quantizer, d), d, matrix_shape(x.shape), dtype, x.device) for d in directions
-    ]
-    row, col = payloads if len(payloads) == 2 else (*payloads, None)
-    t = HybridTensor.from_storages(row, col, x.shape, dtype, quantizer)
+    t = unfilled(runtime, x.shape, dtype, x.device, trained=trained)
     keys = dict(rng=_rng(runtime, x.device), state=runtime.weight_states())
     return t.update(x, reduce_amax=runtime.weight_reducers(x.device), **keys)
 

@@ -30,6 +30,7 @@ _MODULES = (  # in the order of application
     "fsdp2_resume",
     "fused_adam",
     "load_fp32",
+    "megatron_fsdp",
     "multi_tensor",
     "offload_on_cpu",
     "offload_resume",

@@ -13,17 +13,18 @@ def prepare(chunks: list, args, controller) -> list:
     """Ready the linears of a stage's chunks, not wrapped yet; returns what is left to call with the controller later."""
     if args.data_parallel_sharding_strategy == SHARDED_WEIGHTS:
         for runtime in controller.runtimes:
-            runtime.keep_no_weight()
+            if runtime.weight_owner is None:  # else payloads themselves are what comes and goes
+                runtime.keep_no_weight()
     return [functools.partial(_take_gradients, chunk) for chunk in chunks]
 
 
 def _take_gradients(chunk, controller) -> None:
     """Have the linears of a chunk, wrapped, add weight gradients to Megatron-FSDP's buffers, in these buffers' dtype."""
     for module in chunk.modules():
-        weight = getattr(module, "weight", None) if "hq" in module._modules else None
-        if weight is not None:
-            weight = getattr(weight, "orig_param", weight)  # between steps modules hold the shards
-            weight.take_main_grad = functools.partial(_main_grad, weight)
+        for name, weight in module._parameters.items() if "hq" in module._modules else ():
+            if name.startswith("weight") and weight is not None:  # of experts one by one: weight0, weight1, ...
+                weight = getattr(weight, "orig_param", weight)  # between steps modules hold the shards
+                weight.take_main_grad = functools.partial(_main_grad, weight)
 
 
 def _main_grad(weight) -> torch.Tensor | None:

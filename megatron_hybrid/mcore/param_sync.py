@@ -28,6 +28,8 @@ def holds_quantized(params) -> bool:
 class BucketGather:
     """Casts and gathers the weights of one bucket group. Made once the optimizer has masters for them."""
 
+    brings_bytes = False  # parameters hold a value at all times
+
     def __init__(self, bucket_group):
         self.group = bucket_group.intra_distributed_optimizer_instance_group
         self.rank, self.world = self.group.rank(), self.group.size()
@@ -52,18 +54,6 @@ class BucketGather:
         self.quantizers = [p.quantizer for p in self.params]
         mode = self.params[0]._stale.owner.recipe.param_gather
         self.weights = ShardedWeights(self.params, self.ranges, self.rank, gather=mode)
-        self.over_shards = self._over_shards()
-
-    def _over_shards(self) -> list[tuple]:
-        """(process group, stretch of the amaxes) of what covers the shards of other tensor-parallel ranks too."""
-        found = []
-        for slot in self.weights.slots:
-            if slot.row is None:
-                group = self.params[slot.param]._stale.owner.amaxes_shared(slot.payload.direction)
-                found += [(group, slice(slot.start, slot.stop))] if group is not None else []
-        groups = {tuple(dist.get_process_group_ranks(group)) for group, _ in found}  # experts have an object of their own
-        assert len(groups) < 2, "one bucket group, one set of tensor-parallel ranks"
-        return found
 
     @property
     def masters(self) -> list[torch.Tensor | None]:
@@ -78,14 +68,7 @@ class BucketGather:
         if not self.weights.is_current():  # moved, or loaded by assignment: never write to what nobody reads
             self._plan()
         masters, weights = self.masters, self.weights
-        amaxes = weights.amaxes(masters)
-        if self.world > 1 and amaxes.numel():
-            dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=self.group)
-        if self.over_shards:
-            parts = [amaxes[stretch] for _, stretch in self.over_shards]
-            together = torch.cat(parts)
-            dist.all_reduce(together, op=dist.ReduceOp.MAX, group=self.over_shards[0][0])
-            torch._foreach_copy_(parts, list(together.split([part.numel() for part in parts])))
+        (amaxes,) = reduce_amaxes([weights], [weights.amaxes(masters)], self.group)
         stepped, self.stepped = self.stepped, False
         chunk = weights.cast(masters, amaxes, step=stepped)
         chunks, work = chunk, None
@@ -122,9 +105,45 @@ class BucketGather:
             self.sync()
 
 
-def gathers(runtimes) -> list[BucketGather]:
+@torch.no_grad()
+def reduce_amaxes(shares: list[ShardedWeights], amaxes: list[torch.Tensor], group) -> list[torch.Tensor]:
+    """The amaxes of several `ShardedWeights` over the ranks of a group, in one collective; what covers the shards of other
+    tensor-parallel ranks too, over these in one more."""
+    flat = torch.cat(amaxes)
+    if group.size() > 1 and flat.numel():
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    amaxes = list(flat.split([own.numel() for own in amaxes]))
+    over_shards = [(shared, own[at]) for weights, own in zip(shares, amaxes) for shared, at in _over_shards(weights)]
+    groups = {tuple(dist.get_process_group_ranks(shared)) for shared, _ in over_shards}  # experts have an object of their own
+    assert len(groups) < 2, "one group of weights, one set of tensor-parallel ranks"
+    if over_shards:
+        parts = [part for _, part in over_shards]
+        together = torch.cat(parts)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=over_shards[0][0])
+        torch._foreach_copy_(parts, list(together.split([part.numel() for part in parts])))
+    return amaxes
+
+
+def _over_shards(weights: ShardedWeights):
+    """(process group, stretch of the amaxes) of what covers the shards of other tensor-parallel ranks too."""
+    for slot in weights.slots:
+        if slot.row is None:
+            group = weights.params[slot.param]._stale.owner.amaxes_shared(slot.payload.direction)
+            if group is not None:
+                yield group, slice(slot.start, slot.stop)
+
+
+def gathers(runtimes) -> list:
     """Those of the weights of some linears, each once, in the linears' order: the same on all ranks of a group."""
-    owners = [r.weight_owner for r in runtimes if r.weight_owner is not None]
+    return _gathers(r.weight_owner for r in runtimes if r.weight_owner is not None)
+
+
+def gathers_of(params) -> list:
+    """Those of some parameters, each once, in the parameters' order."""
+    return _gathers(p._stale.owner for p in params if isinstance(p, HybridTensor))
+
+
+def _gathers(owners) -> list:
     return list(dict.fromkeys(owner.gather for owner in owners if owner.gather is not None))
 
 
@@ -199,8 +218,6 @@ def around_build_groups(original):
 
 def _bucket_groups(optimizer):
     """The optimizer's bucket groups of quantized weights."""
-    if optimizer.is_stub_optimizer or optimizer.ddp_config.use_megatron_fsdp:
-        return []
     groups = [g for chunk in optimizer.model_chunks for g in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups)]
     ours = {id(bucket) for buffer in optimizer.buffers for bucket in buffer.buckets}
     return [g for g in groups if holds_quantized(g.params) and all(id(bucket) in ours for bucket in g.buckets)]
@@ -211,6 +228,12 @@ def around_init(original):
     def __init__(self, *args, **kwargs):
         original(self, *args, **kwargs)
         setattr(self, GATHERS, [])
+        if self.is_stub_optimizer:
+            return
+        if self.ddp_config.use_megatron_fsdp:  # whose groups have theirs; an optimizer's parameters are shards
+            shards = [p for group in self.optimizer.param_groups for p in group["params"]]
+            setattr(self, GATHERS, gathers_of(getattr(p, "orig_param", p) for p in shards))
+            return
         for group in _bucket_groups(self):
             gather = BucketGather(group)
             setattr(group, GATHER, gather)
@@ -225,9 +248,9 @@ def around_init(original):
 def around_copy_to_model(original):
     @functools.wraps(original)
     def _copy_main_params_to_model_params(self):
-        original(self)
         for gather in getattr(self, GATHERS, ()):
             gather.stepped = True
+        original(self)
 
     return _copy_main_params_to_model_params
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from ..data import check_data_paths
 from ..distributed.param_gather import HIGH_PRECISION
 from ..plan import WEIGHT, PlanError
@@ -105,7 +107,6 @@ def statistics_path(args) -> Path | None:
 
 # attribute in Megatron's arguments -> flag, of what does not know weights that live quantized
 _NOT_BESIDE_QUANTIZED_WEIGHTS = {
-    "use_megatron_fsdp": "--use-megatron-fsdp",
     "use_torch_fsdp2": "--use-torch-fsdp2",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
     "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
@@ -129,6 +130,10 @@ def check_quantized_weights(args, recipe) -> None:
             f"{what} beside --optimizer-cpu-offload: its masters start from BF16 shards, which these weights have not; "
             "--hq-offload-optimizer keeps moments in host memory"
         )
+    if args.use_megatron_fsdp and args.megatron_fsdp_main_params_dtype != torch.float32:
+        raise UserError(f"{what} needs --megatron-fsdp-main-params-dtype fp32: its masters")
+    if args.use_megatron_fsdp and args.init_model_with_meta_device:
+        raise UserError(f"{what} beside --init-model-with-meta-device: its masters start from the initial weights")
     for attribute, flag in _NOT_BESIDE_QUANTIZED_WEIGHTS.items():
         if getattr(args, attribute, False):
             raise UserError(f"{what} beside {flag} is not supported; leave one out")

@@ -78,8 +78,8 @@ TABLE = {
         ["--use-megatron-fsdp beside --moe-grouped-gemm with --save or --load", "a weight an expert"],
     ),
     "megatron_fsdp_quantized": (
-        [*MEGATRON_FSDP, "--hq-recipe", "{folder}/lives.yaml"],
-        ["with `weights: quantized` beside --use-megatron-fsdp is not supported"],
+        [*MEGATRON_FSDP, "--hq-recipe", "{folder}/lives.yaml", "--megatron-fsdp-main-params-dtype", "bf16"],
+        ["with `weights: quantized` needs --megatron-fsdp-main-params-dtype fp32"],
     ),
     "cuda_graphs": (["--cuda-graph-impl", "local"], ["--cuda-graph-impl local", "leave it out"]),
     "offload_and_recompute": (

@@ -1,0 +1,298 @@
+"""Megatron-FSDP over weights that live quantized: its shards of masters, its schedule of gathers, our bytes.
+
+Megatron-FSDP keeps FP32 masters and gradients of a group of weights in its own buffers, and decides when the group is
+gathered and let go. In the place of its weights' shards there are `PayloadBuffer`s: what travels is a rank's share of the
+payloads, cast from its masters once a step (`param_gather.ShardedWeights`), laid out by payload. Where a group's memory
+comes and goes, forward gathers what fprop reads and backward, which Megatron-FSDP calls the transposed weights, what dgrad
+reads. `patches.megatron_fsdp` calls what is here.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import Bucket, DataParallelBuffer
+
+from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights, derivable
+from ..formats import COLUMNWISE
+from ..plan import PlanError
+from ..tensor import HybridTensor
+from ..tensor_owner import write_keys
+from .param_sync import gathers_of, holds_quantized, reduce_amaxes
+
+FORWARD, BACKWARD = False, True  # what Megatron-FSDP calls `bwd`
+STAND_IN = ("_rowwise_data", "_columnwise_data")  # where Megatron-FSDP looks for the bytes of Transformer Engine's tensors
+
+
+class PayloadBuffer(DataParallelBuffer):
+    """Stands where Megatron-FSDP has the weights of a group of quantized parameters, or their transposes.
+
+    It holds no element: its shard is this rank's bytes of a pass, its bucket every rank's. Sizes and indices are those
+    of elements, as Megatron-FSDP's accounts and its checkpoints want them.
+    """
+
+    gather = None  # the `GroupGather`, once there are masters
+
+    def init_data(self, data) -> None:
+        """None are kept."""
+
+    def set_item(self, item_id, item_data) -> None:
+        """A parameter's bytes are cast from its master."""
+
+    def get_item(self, item_id, only_shard: bool = False) -> torch.Tensor:
+        """No element: Megatron-FSDP then leaves the cast of this item to whoever it asks for casts."""
+        return torch.empty(0, dtype=self.dtype, device=self.device)
+
+    def get_item_from_bucket(self, bucket, item_id) -> torch.Tensor:
+        return torch.empty(self.item_index_map[item_id].size, dtype=self.dtype, device="meta")
+
+    def fetch_bucket(self, dtype=None, set_param_data: bool = False, strict_assignments: bool = True) -> Bucket:
+        """Memory for every rank's bytes; before there are masters, none."""
+        if self.gather is None:
+            return Bucket(data=torch.empty(0, dtype=self.dtype, device=self.device))
+        return Bucket(data=self.gather.receive(self.is_transpose_buffer))
+
+    def get_shard_from_local_buffer(self) -> torch.Tensor:
+        return self.gather.passes[self.is_transpose_buffer].chunk
+
+    def finish(self) -> None:
+        """After the gather's end: its bytes into the parameters."""
+        if self.gather is not None:
+            self.gather.fill(self.is_transpose_buffer)
+
+    def free_bucket_storage(self) -> None:
+        if self.gather is not None and self.is_data_distributed:
+            self.gather.release(self.is_transpose_buffer)
+
+
+@dataclass
+class Pass:
+    """What one kind of gather moves. parts: of every parameter the payloads that it fills."""
+
+    shares: ShardedWeights
+    parts: list[HybridTensor]
+    chunk: torch.Tensor | None = None  # this rank's bytes
+    received: torch.Tensor | None = None  # every rank's, from the start of a gather to its end
+
+    def filled(self) -> list[list]:
+        """Of every parameter, the payloads."""
+        return [[s for s in (part.rowwise, part.columnwise) if s is not None] for part in self.parts]
+
+    def buffers(self) -> list[torch.Tensor]:
+        return [buffer for payloads in self.filled() for s in payloads for buffer in s.buffers().values()]
+
+
+class GroupGather:
+    """Casts and gathers the weights of one of Megatron-FSDP's parameter groups.
+
+    group: its `ParameterGroup`, whose buffers are there and hold the masters. Where it has a buffer of transposes, forward
+    and backward gather apart. Raises `PlanError` for weights without FP32 masters.
+    """
+
+    brings_bytes = True  # a parameter is empty until a gather
+
+    def __init__(self, group):
+        self.params, self.group = group.params, group
+        weights, self._masters = group.model_weight_buffer, group.main_weight_buffer
+        if self._masters is None or self._masters.dtype != torch.float32:
+            raise PlanError(
+                f"{self.params[0]._stale.owner.label}: its weight lives quantized, and Megatron-FSDP keeps no FP32 master of "
+                "it; give the recipe `weights: high_precision` where weights are frozen"
+            )
+        self.process_group = weights.data_parallel_group
+        self.rank, self.world = weights.dp_rank, weights.dp_world_size
+        self.ranges = _ranges(self._masters, self.world)
+        self.stepped = False  # masters have moved since the last cast
+        for param in self.params:
+            param._stale.owner.check_split()
+        self._plan()
+        for param in self.params:
+            param._stale.owner.gather = self
+        for buffer in filter(None, (weights, group.transpose_weight_buffer)):
+            buffer.gather = self
+
+    def _plan(self) -> None:
+        """Shares of the parameters as they are now. Gathers under way are of the old ones, and forgotten."""
+        self.quantizers = [p.quantizer for p in self.params]
+        self._live: set[bool] = set()  # passes whose bytes are there
+        self.apart = self.group.transpose_weight_buffer is not None
+        self.passes = {which: self._pass(which) for which in ((FORWARD, BACKWARD) if self.apart else (FORWARD,))}
+        for one in self.passes.values() if self.group.model_weight_buffer.is_data_distributed else ():
+            _resize(one.buffers(), 0)
+
+    def _pass(self, which: bool) -> Pass:
+        parts = [self._part(param, which) for param in self.params]
+        mode = self.params[0]._stale.owner.recipe.param_gather
+        return Pass(ShardedWeights(parts, self.ranges, self.rank, gather=mode), parts)
+
+    def _part(self, t: HybridTensor, which: bool) -> HybridTensor:
+        row, col = t.rowwise, t.columnwise
+        if self.apart and which == FORWARD:
+            col = None
+        elif self.apart and col is not None and not derivable(t):
+            row = None
+        return t._like(row, col, t.shape, None)
+
+    # ---- casts
+
+    def follow(self) -> None:
+        """Meet parameters whose payloads are others now."""
+        held = [s for p in self.params for s in (p.rowwise, p.columnwise) if s is not None]
+        planned = {id(s) for one in self.passes.values() for payloads in one.filled() for s in payloads}
+        if not all(id(s) in planned for s in held):
+            self._plan()
+
+    @property
+    def masters(self) -> list[torch.Tensor]:
+        """This rank's shards, flat."""
+        return [self._masters.get_item(i, only_shard=True) for i in range(len(self.params))]
+
+    def cast(self, amaxes: dict[bool, torch.Tensor]) -> None:
+        """This rank's bytes of every pass. Delayed scales move on once, before the first."""
+        stepped, self.stepped = self.stepped, False
+        for which, one in self.passes.items():
+            one.chunk = one.shares.cast(self.masters, amaxes[which], step=stepped and which == FORWARD)
+        if stepped and self.passes[FORWARD].shares.gather == HIGH_PRECISION:  # which casts what it has gathered
+            for param in self.params:
+                write_keys(param, step=True)
+
+    def sync(self) -> None:
+        """Cast anew, from the masters. A collective."""
+        cast_groups([self])
+
+    def follow_formats(self) -> None:
+        """Cast anew, from the masters, what a step rule or a switch of recipes changed. A collective."""
+        if self.quantizers != [p.quantizer for p in self.params]:
+            self.params[0]._megatron_fsdp_model.all_gather_pipeline.reset()  # what was gathered is of the old formats
+            self.sync()
+
+    # ---- gathers
+
+    def receive(self, which: bool) -> torch.Tensor:
+        """uint8 memory for every rank's bytes of a pass."""
+        one = self.passes[which]
+        one.received = torch.empty(self.world * one.chunk.numel(), dtype=torch.uint8, device=one.chunk.device)
+        return one.received
+
+    @torch.no_grad()
+    def fill(self, which: bool) -> None:
+        """The bytes that were received into the payloads; once for every `receive`. Autograd may hold these buffers for
+        backward: no version moves."""
+        one = self.passes[which]
+        if one.received is None:
+            return
+        received, one.received = one.received.view(self.world, -1), None
+        buffers = one.buffers()
+        _resize(buffers, None)
+        with torch.autograd._unsafe_preserve_version_counter((*one.parts, *buffers)):
+            one.shares.scatter(received)
+        self._live.add(which)
+        self._mark()
+
+    def release(self, which: bool) -> None:
+        """Free what no other pass needs."""
+        self._live.discard(which)
+        live = {_storage(b) for other in self._live for b in self.passes[other].buffers()}
+        _resize([b for b in self.passes[which].buffers() if _storage(b) not in live], 0)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Say which directions of a parameter are there; backward will have its column."""
+        fresh = {id(s) for which in self._live for payloads in self.passes[which].filled() for s in payloads}
+        for t in self.params:
+            for s in (t.rowwise, t.columnwise):
+                if s is not None:
+                    (t._stale.discard if id(s) in fresh else t._stale.add)(s.direction)
+            t._stale.promised = frozenset({COLUMNWISE} if self.apart else ())
+
+
+def _ranges(masters: DataParallelBuffer, world: int) -> list[list[tuple[int, int]]]:
+    """ranges[rank][i]: the flat range of parameter i whose master a rank holds."""
+    first, shard = masters.bucket_index.global_data_index, masters.bucket_index.size // world
+    items = [masters.item_index_map[i] for i in range(len(masters.params))]
+    starts = [item.global_data_index - first for item in items]
+
+    def of(rank: int, start: int, size: int) -> tuple[int, int]:
+        return tuple(min(max(x - start, 0), size) for x in (rank * shard, (rank + 1) * shard))
+
+    return [[of(rank, start, item.size) for start, item in zip(starts, items)] for rank in range(world)]
+
+
+def _storage(buffer: torch.Tensor) -> int:
+    return buffer.untyped_storage()._cdata
+
+
+def _resize(buffers: list[torch.Tensor], size: int | None) -> None:
+    """Give the buffers' memory back (0), or have it again (None)."""
+    for buffer in buffers:
+        buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize if size is None else size)
+
+
+@torch.no_grad()
+def cast_groups(gathers: list[GroupGather]) -> None:
+    """New bytes from the masters, amaxes of all of them in one collective a process group. A collective."""
+    for gather in gathers:
+        gather.follow()
+    by_group: dict = {}
+    for gather in gathers:
+        by_group.setdefault(gather.process_group, []).append(gather)
+    for process_group, together in by_group.items():
+        shares = [(one.shares, gather.masters) for gather in together for one in gather.passes.values()]
+        own = [weights.amaxes(masters) for weights, masters in shares]
+        found = iter(reduce_amaxes([weights for weights, _ in shares], own, process_group))
+        for gather in together:
+            gather.cast({which: next(found) for which in gather.passes})
+
+
+# ---- what the patch puts around Megatron-FSDP's functions
+
+
+def buffer_for(original):
+    """`original` is the class `DataParallelBuffer`."""
+
+    def make(ddp_config, params, *args, dtype=None, **kwargs):
+        weights = dtype == torch.uint8 and holds_quantized(params)  # masters and gradients have other dtypes
+        return (PayloadBuffer if weights else original)(ddp_config, params, *args, dtype=dtype, **kwargs)
+
+    return make
+
+
+def around_init_buffers(original):
+    @functools.wraps(original)
+    def _init_each_parameter_group_buffers(self, *args, **kwargs):
+        groups = [group for group in self.parameter_groups if holds_quantized(group.params)]
+        params = [param for group in groups for param in group.params]
+        for param in params:
+            if param.get_high_precision_init_val() is None:
+                param._stale.init_value = param.detach().dequantize().cpu()
+            for name in STAND_IN:
+                setattr(param, name, torch.empty(param.shape, dtype=torch.uint8, device="meta"))
+        original(self, *args, **kwargs)
+        for param in params:
+            for name in STAND_IN:
+                delattr(param, name)
+        for group in groups:
+            if group.fsdp_unit_id is None:  # gathered once for both passes
+                group.transpose_weight_buffer = None
+        cast_groups([GroupGather(group) for group in groups])
+
+    return _init_each_parameter_group_buffers
+
+
+def around_wait_bucket_ready(original):
+    @functools.wraps(original)
+    def wait_bucket_ready(self, bucket_id, bwd, empty_ok=False):
+        original(self, bucket_id, bwd, empty_ok=empty_ok)
+        buffer = self.get_fsdp_buffer(bucket_id, bwd)
+        if isinstance(buffer, PayloadBuffer):
+            buffer.finish()
+
+    return wait_bucket_ready
+
+
+def cast_masters(params) -> None:
+    """After an optimizer's step: of those whose masters moved; after a load: of all of these parameters."""
+    gathers = gathers_of(params)
+    cast_groups([gather for gather in gathers if gather.stepped] or gathers)
