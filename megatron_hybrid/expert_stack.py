@@ -46,7 +46,7 @@ class ExpertStack:
             for expert, weight in enumerate(weights):
                 weight.take_buffers(*(_part(s, expert, len(weights)) for s in (self.rowwise, self.columnwise)))
             self._held = [(weight.rowwise, weight.columnwise) for weight in weights]
-        return "an expert's direction is stale" if any(weight._stale for weight in weights) else None
+        return "an expert's direction is stale" if any(w._stale - w._stale.promised for w in weights) else None
 
 
 def _unlike(weights: list[HybridTensor]) -> str | None:

@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from .expert_stack import ExpertStack
 from .formats import COLUMNWISE
+from .gathered_experts import GatheredExperts
 from .grouped_at_once import GroupedCall, GroupedPlan, build, grouped_at_once, why_not
 from .groups import Groups
 from .linear import (
@@ -118,17 +119,17 @@ class ExpertRuntimes(torch.nn.ModuleList):
         return None
 
     def forward(self, x: torch.Tensor, weight, bias, m_splits, *, training: bool) -> torch.Tensor:
-        """x (T, K), plain or with the rowwise payload of the plan's input, weight (E, N, K), bias (E, N) or None ->
-        (T, N). m_splits: rows of each group, a list or an int
-        tensor (E,). Raises ``ValueError`` when they are not E non-negative numbers that add up to T (on a GPU they
-        are not read)."""
+        """x (T, K), plain or with the rowwise payload of the plan's input, weight (E, N, K), a parameter or gathered as
+        payloads, bias (E, N) or None -> (T, N). m_splits: rows of each group, a list or an int tensor (E,). Raises
+        ``ValueError`` when they are not E non-negative numbers that add up to T (on a GPU they are not read)."""
         check_rows(x)
         groups = Groups(m_splits, len(self), x.shape[0], x.device)
-        if type(weight) is torch.nn.Parameter and self._may_run_at_once(x, weight):
-            how = self.how(weight)
+        gathered = type(weight) is GatheredExperts
+        if (gathered or type(weight) is torch.nn.Parameter) and self._may_run_at_once(x, weight):
+            how = self.how_each(weight.experts) if gathered else self.how(weight)
             if isinstance(how, GroupedPlan):
                 call = self[0].call(weight.device, self.comm, training=training)
-                return grouped_at_once(x, [weight], bias, GroupedCall(how, call, groups))
+                return grouped_at_once(x, [weight], bias, GroupedCall(how, call, groups, self.stack if gathered else None))
         return self._one_by_one(x, weight, bias, groups.host, training)
 
     def each(self, x: torch.Tensor, weights: list, bias, m_splits, *, training: bool) -> torch.Tensor:

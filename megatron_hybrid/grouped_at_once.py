@@ -135,11 +135,11 @@ class GroupedCall:
     def weight_gradients(self, dy_col: GroupedColumns, x_col: GroupedColumns, weights) -> list[torch.Tensor]:
         """What autograd gets for each of `weights`: placeholders where all have a `main_grad`, which is added to."""
         contract = self.how.wgrad.contract
-        totals, dtype = [main_grad(weight) for weight in weights], weights[0].dtype
+        totals, dtype, one = [main_grad(weight) for weight in weights], weights[0].dtype, weights[0].dim() == 3
         if any(total is None for total in totals):
             dw = contract(self.how.plans, dy_col, x_col, dtype)
-            return [dw] if self.stack is None else list(dw.unbind())
-        contract(self.how.plans, dy_col, x_col, dtype, totals[0] if self.stack is None else totals)
+            return [dw] if one else list(dw.unbind())
+        contract(self.how.plans, dy_col, x_col, dtype, totals[0] if one else totals)
         return [placeholder_gradient(weight) for weight in weights]
 
     def _stack(self, weight: torch.Tensor, direction: str) -> StackedWeight:
@@ -157,8 +157,8 @@ class GroupedCall:
 
 
 class GroupedAtOnceFunction(torch.autograd.Function):
-    """The three equations for all groups. x (T, K), bias (E, N) or None, weights: one (E, N, K), or E of (N, K) that live
-    quantized."""
+    """The three equations for all groups. x (T, K), bias (E, N) or None, weights: one (E, N, K), maybe gathered as
+    payloads, or E of (N, K) that live quantized."""
 
     @staticmethod
     def forward(ctx, x, bias, call: GroupedCall, *weights):

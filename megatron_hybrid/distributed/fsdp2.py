@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ..formats import COLUMNWISE, DIRECTIONS
-from ..plan import ORIGINAL, WEIGHT, PlanError
+from ..gathered_experts import GatheredExperts
+from ..plan import ORIGINAL, WEIGHT, GemmPlan, PlanError
 from ..runtime import LinearRuntime
 from ..storage import QuantizedStorage
 from ..tensor import HybridTensor
@@ -41,9 +42,9 @@ def gather_quantized(model: torch.nn.Module, ctl, *, recompute: bool = False) ->
     `begin_step` or `invalidate` must come before a forward that follows an optimizer's step or a load. recompute:
     activations are recomputed in backward, which then gathers the rowwise payload too.
 
-    Weights that the plan reads in high precision, grouped ones, and those that are sharded in another way than along
-    their first dimension alone are left as they were; `QuantizedGathers.skipped` says why. Raises ``ValueError`` when
-    no quantized linear of the model is sharded, for a model on the meta device, and for
+    Weights that a plan reads in high precision (an expert's, of a grouped linear's), and those that are sharded in another
+    way than along their first dimension alone are left as they were; `QuantizedGathers.skipped` says why. Raises
+    ``ValueError`` when no quantized linear of the model is sharded, for a model on the meta device, and for
     ``reshard_after_forward=<int>``, whose smaller gather FSDP2 keeps to itself.
     """
     sharded, mode = {}, Mode()
@@ -80,21 +81,35 @@ def _reason(path: str, module, group, p) -> str | None:
             f"gather_quantized: {path} is sharded with reshard_after_forward=<int>, whose smaller gather FSDP2 makes in "
             "high precision only; use True or False"
         )
-    if not isinstance(module.hq, LinearRuntime):
-        return "a grouped weight"
-    if p.is_dtensor or module.hq.sharding is not None:
+    if p.is_dtensor or any(runtime.sharding is not None for runtime in _runtimes(module)):
         return "also sharded by tensor parallelism"
     if p.fsdp_placement.dim != 0:
         return f"sharded along dimension {p.fsdp_placement.dim}"
     if p.offload_to_cpu:
         return "its shard is offloaded to the CPU"
-    return _reads_original(module.hq.plan_for(p.device))
+    return next(filter(None, (_needs_original(runtime, p.device) for runtime in _runtimes(module))), None)
 
 
-def _reads_original(plan) -> str | None:
-    if not plan.quantizers[WEIGHT].rowwise.is_quantized:
-        return "fprop reads it in high precision"
-    return "dgrad reads the original" if plan.saved[WEIGHT] == ORIGINAL else None
+def _needs_original(runtime: LinearRuntime, device) -> str | None:
+    """Why a linear's weight, an expert's, cannot be read from payloads."""
+    plan, expert = runtime.plan_for(device), runtime.role.expert
+    quantizer, which = plan.quantizers[WEIGHT], "" if expert is None else f"expert {expert}: "
+    if not quantizer.rowwise.is_quantized:
+        return f"{which}fprop reads it in high precision"
+    if plan.saved[WEIGHT] == ORIGINAL:
+        return f"{which}dgrad reads the original"
+    if expert is not None and any(fmt.sr for fmt in quantizer.formats()):
+        return f"{which}it is rounded stochastically, by rows of all experts"
+    return None
+
+
+def _runtimes(module) -> list[LinearRuntime]:
+    """One, or one an expert."""
+    return [module.hq] if isinstance(module.hq, LinearRuntime) else list(module.hq)
+
+
+def _plans(module, device) -> list[GemmPlan]:
+    return [runtime.plan_for(device) for runtime in _runtimes(module)]
 
 
 class Mode:
@@ -108,19 +123,24 @@ class Mode:
 
 @dataclass
 class Pass:
-    """One kind of gather: the casts of this rank's share, and the buffers it fills."""
+    """One kind of gather: the casts of this rank's share, and the buffers it fills.
 
-    tensor: HybridTensor
+    parts       of the weight, with the directions that are filled
+    amaxes      which of all amaxes its casts read, int64; None: all of them
+    """
+
+    parts: list[HybridTensor]
     shares: ShardedWeights
-    filled: tuple[str, ...]  # directions
     buffers: list[torch.Tensor]
+    amaxes: torch.Tensor | None = None
     received: list[torch.Tensor] = field(default_factory=list)  # FSDP's gather outputs
 
 
 class GatheredWeight:
     """One sharded weight: casts this rank's rows before a gather, assembles the payloads after it.
 
-    Its two hooks sit on the shard as attributes, where FSDP2 looks for them; the shard stays a plain tensor.
+    Its two hooks sit on the shard as attributes, where FSDP2 looks for them; the shard stays a plain tensor. A grouped
+    weight (E, N, K) has a part an expert, each of them whole on one rank.
     """
 
     def __init__(self, path: str, module, group, p, recompute: bool, mode: Mode):
@@ -134,31 +154,45 @@ class GatheredWeight:
     # ---- what is gathered
 
     def _build(self) -> None:
-        """Payloads and shares for the module's plan of now."""
+        """Payloads and shares for the module's plans of now."""
         module, p = self._module, self._param
-        plan = module.hq.plan_for(p.device)
-        self.quantizer, kept = plan.quantizers[WEIGHT], plan.saved[WEIGHT]
         shape, dtype = tuple(p._orig_size), self._group.mp_policy.param_dtype or p.sharded_param.dtype
-        directions = DIRECTIONS if kept == COLUMNWISE else DIRECTIONS[:1]
-        held = [QuantizedStorage.empty(getattr(self.quantizer, d), d, shape, dtype, p.device) for d in directions]
-        row, col = held if len(held) == 2 else (*held, None)
-        self.tensor = t = HybridTensor.from_storages(row, col, shape, dtype, self.quantizer)
-        t._stale.owner = WeightOwner(module, "weight", module.hq)
-        self.derived = col is None or derivable(t)
-        backward = (row, col) if self.derived else (None, col)
-        self.passes = {FORWARD: self._pass(row, None), BACKWARD: self._pass(*backward), BOTH: self._pass(row, col)}
+        plans = _plans(module, p.device)
+        self.quantizers = [plan.quantizers[WEIGHT] for plan in plans]
+        owners = [WeightOwner(module, "weight", runtime) for runtime in _runtimes(module)]
+        self.parts = [_part(plan, owner, shape[-2:], dtype, p.device) for plan, owner in zip(plans, owners)]
+        together = len(shape) == 3 and not isinstance(module.hq.how_each(self.parts), str)  # then in common memory
+        self.tensor = GatheredExperts(tuple(self.parts)) if len(shape) == 3 else self.parts[0]
+        self.passes = {name: self._pass(name, together) for name in (FORWARD, BACKWARD, BOTH)}
+        every = self.passes[BOTH].shares.places()
+        for one in self.passes.values():
+            if (own := one.shares.places()).keys() != every.keys():
+                places = [place for key in own for place in every[key]]
+                one.amaxes = torch.tensor(places, dtype=torch.int64, device=p.device)
         for buffer in self.passes[BOTH].buffers:
             buffer.untyped_storage().resize_(0)
 
-    def _pass(self, row, col) -> Pass:
-        t, mesh = self.tensor, self._param.mesh_info
-        part = t._like(row, col, t.shape, None)
-        rows, K = t.shape
-        each = -(-rows // mesh.shard_mesh_size)
-        bounds = [min(r * each, rows) * K for r in range(mesh.shard_mesh_size + 1)]
-        shares = ShardedWeights([part], [[pair] for pair in pairwise(bounds)], mesh.shard_mesh_rank, gather=BOTH)
-        held = [s for s in (row, col) if s is not None]
-        return Pass(part, shares, tuple(s.direction for s in held), [b for s in held for b in s.buffers().values()])
+    def _pass(self, name: str, together: bool) -> Pass:
+        parts, mesh = [_filled(t, name) for t in self.parts], self._param.mesh_info
+        shares = ShardedWeights(parts, self._ranges(), mesh.shard_mesh_rank, gather=BOTH)
+        held = [s for t in parts for s in (t.rowwise, t.columnwise) if s is not None]
+        if together:
+            held = [getattr(self._module.hq.stack, s.direction) for s in held[: len(held) // len(parts)]]
+        return Pass(parts, shares, [b for s in held for b in s.buffers().values()])
+
+    def _ranges(self) -> list[list[tuple[int, int]]]:
+        """Of every rank, its flat range of each part."""
+        rows, ranks = self._param._orig_size[0], self._param.mesh_info.shard_mesh_size
+        each, row = -(-rows // ranks), self._param._orig_size[1:].numel()
+        bounds = [min(rank * each, rows) * row for rank in range(ranks + 1)]
+        n = self.parts[0].numel()
+        return [
+            [(max(lo, s) - s, min(hi, s + n) - s) if max(lo, s) < min(hi, s + n) else (0, 0) for s in self._starts(n)]
+            for lo, hi in pairwise(bounds)
+        ]  # fmt: skip
+
+    def _starts(self, n: int) -> range:
+        return range(0, n * len(self.parts), n)
 
     def bytes(self, name: str) -> int:
         """Bytes a rank sends in one gather of a pass."""
@@ -175,12 +209,12 @@ class GatheredWeight:
     # ---- before a step
 
     def follow(self) -> None:
-        """Meet what may have changed since the last step: the plan, the shard (loads, moves), its values."""
+        """Meet what may have changed since the last step: the plans, the shard (loads, moves), its values."""
         module, p = self._module, self._param
-        plan = module.hq.plan_for(p.device)
-        if plan.quantizers[WEIGHT] != self.quantizer:
-            if (reason := _reads_original(plan)) is not None:
-                raise PlanError(f"{plan.label}: its weight is gathered quantized (gather_quantized), but {reason}")
+        if [plan.quantizers[WEIGHT] for plan in _plans(module, p.device)] != self.quantizers:
+            for runtime in _runtimes(module):
+                if (reason := _needs_original(runtime, p.device)) is not None:
+                    raise PlanError(f"{runtime.label}: its weight is gathered quantized (gather_quantized), but {reason}")
             self._build()
             p.all_gather_outputs, p._unsharded_inner_tensors = [], []
             if hasattr(p, "_unsharded_param"):
@@ -194,19 +228,23 @@ class GatheredWeight:
             shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = self._before, self._after
             self._param._init_extensions()
 
-    def start_amaxes(self) -> list[torch.Tensor]:
-        """This rank's, of the forward pass and of what backward gathers besides; int32."""
-        master = self._master()
+    def start_amaxes(self) -> torch.Tensor:
+        """This rank's, of all that is gathered; int32."""
+        masters = self._masters()
         self._seen = self._param._sharded_local_tensor._version
-        own = [self.passes[FORWARD].shares.amaxes(master)]
-        return own if self.derived else [*own, self.passes[BACKWARD].shares.amaxes(master)]
+        return self.passes[BOTH].shares.amaxes(masters)
 
-    def take_amaxes(self, reduced: list[torch.Tensor]) -> None:
-        forward, backward = reduced[0], reduced[-1]
-        self._amaxes = {FORWARD: forward, BACKWARD: backward, BOTH: forward if self.derived else torch.cat(reduced)}
+    def take_amaxes(self, reduced: torch.Tensor) -> None:
+        """Those of all ranks."""
+        self._amaxes = {
+            name: reduced if one.amaxes is None else reduced.index_select(0, one.amaxes) for name, one in self.passes.items()
+        }
 
-    def _master(self) -> list[torch.Tensor]:
-        return [self._param._sharded_local_tensor.detach().float().reshape(-1)]
+    def _masters(self) -> list[torch.Tensor]:
+        """This rank's flat range of each part."""
+        shares = self.passes[BOTH].shares
+        shard = self._param._sharded_local_tensor.detach().float().reshape(-1)
+        return list(shard.split([b - a for a, b in shares.ranges[shares.rank]]))
 
     # ---- FSDP2's hooks
 
@@ -229,7 +267,7 @@ class GatheredWeight:
         p.all_gather_outputs, p._unsharded_inner_tensors = one.received, one.buffers
         trains = self._module.training and self._mode.gradients
         evaluates = self._group._training_state == TrainingState.FORWARD and not trains
-        chunk = one.shares.cast(self._master(), self._amaxes[name], record=not evaluates)
+        chunk = one.shares.cast(self._masters(), self._amaxes[name], record=not evaluates)
         sizes = self._input_sizes(chunk.numel())
         if len(sizes) == 1 and sizes[0] == chunk.numel():
             return (chunk,), name
@@ -238,22 +276,42 @@ class GatheredWeight:
 
     def _after(self, outputs, name: str, param_dtype, *, out=None):
         """Every rank's bytes into the payloads. Autograd may hold these buffers for backward: no version moves."""
-        one, t = self.passes[name], self.tensor
+        one = self.passes[name]
         one.received = self._param.all_gather_outputs
         for buffer in one.buffers:
             buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize)
         world = self._param.mesh_info.shard_mesh_size
         chunks = torch.cat([o.reshape(world, -1) for o in outputs], dim=1) if len(outputs) > 1 else outputs[0]
         chunks = chunks.reshape(world, -1)[:, : one.shares.chunk_bytes]
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((one.tensor, *one.buffers)):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((*one.parts, *one.buffers)):
             one.shares.scatter(chunks)
         for received in one.received:
             received.untyped_storage().resize_(0)
-        for s in (t.rowwise, t.columnwise):
-            if s is not None:
-                (t._stale.discard if s.direction in one.filled else t._stale.add)(s.direction)
-        t._stale.promised = frozenset(DIRECTIONS[1:]) if name == FORWARD else frozenset()
-        return None if out is not None else (t, tuple(one.buffers))
+        for t, filled in zip(self.parts, one.parts):
+            for s in (t.rowwise, t.columnwise):
+                if s is not None:
+                    is_fresh = s is filled.rowwise or s is filled.columnwise
+                    (t._stale.discard if is_fresh else t._stale.add)(s.direction)
+            t._stale.promised = frozenset(DIRECTIONS[1:]) if name == FORWARD else frozenset()
+        return None if out is not None else (self.tensor, tuple(one.buffers))
+
+
+def _part(plan: GemmPlan, owner: WeightOwner, shape, dtype, device) -> HybridTensor:
+    """Unwritten payloads of a matrix, in the directions that its plan reads."""
+    quantizer = plan.quantizers[WEIGHT]
+    directions = DIRECTIONS if plan.saved[WEIGHT] == COLUMNWISE else DIRECTIONS[:1]
+    held = [QuantizedStorage.empty(getattr(quantizer, d), d, shape, dtype, device) for d in directions]
+    t = HybridTensor.from_storages(held[0], held[1] if len(held) == 2 else None, shape, dtype, quantizer)
+    t._stale.owner = owner
+    return t
+
+
+def _filled(t: HybridTensor, name: str) -> HybridTensor:
+    """A part with the directions that a pass fills. Backward's is dgrad's, and the row where dgrad's follows from it."""
+    row, col = t.rowwise, t.columnwise
+    if name == FORWARD:
+        return t._like(row, None, t.shape, None)
+    return t._like(None if name == BACKWARD and col is not None and not derivable(t) else row, col, t.shape, None)
 
 
 @dataclass(frozen=True)
@@ -272,12 +330,11 @@ class QuantizedGathers:
             by_group[weight._group._all_gather_process_group].append(weight)
         for group, weights in by_group.items():
             own = [weight.start_amaxes() for weight in weights]
-            flat = torch.cat([part for parts in own for part in parts])
+            flat = torch.cat(own)
             if flat.numel() and group.size() > 1:
                 torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
-            reduced = iter(flat.split([part.numel() for parts in own for part in parts]))
-            for weight, parts in zip(weights, own):
-                weight.take_amaxes([next(reduced) for _ in parts])
+            for weight, reduced in zip(weights, flat.split([part.numel() for part in own])):
+                weight.take_amaxes(reduced)
 
     def __str__(self) -> str:
         lines = [f"{'weight':<40} {'forward':>12} {'backward':>12}  bytes a rank sends"]

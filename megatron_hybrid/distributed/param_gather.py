@@ -97,6 +97,10 @@ class ShardedWeights:
     def num_amaxes(self) -> int:
         return self.slots[-1].stop if self.slots else 0
 
+    def places(self) -> dict[tuple, range]:
+        """Which stretch of the amaxes is of what: a payload's, or one of its block rows'."""
+        return {(id(slot.payload), slot.row): range(slot.start, slot.stop) for slot in self.slots}
+
     @property
     def device(self) -> torch.device:
         return self.params[0].device

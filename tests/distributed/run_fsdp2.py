@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import gc
 import itertools
-import os
 
+import fsdp2_experts
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checks import arguments, raises, run_checks, start
+from fsdp2_cases import DEVICE, WORLD, assert_same, full, sgd, weight_recipe
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -18,8 +19,6 @@ from tp_cases import on_the_wire
 
 import megatron_hybrid as mh
 
-WORLD = int(os.environ["WORLD_SIZE"])
-DEVICE = "cpu" if arguments().backend == "gloo" else "cuda"
 FOR_FOUR = ("check_hybrid_sharding", "check_checkpoint_across_layouts")
 SIZES = (64, 96, 130, 6)  # shards of 24 rows (cut every block), of 33 and 31 rows, of 2 rows and none
 PAIRS = [
@@ -33,22 +32,6 @@ PAIRS = [
     ("mxfp8_e4m3", "mxfp8_e4m3", "rowwise_dequantized"),
     ("fp8_delayed_e4m3:history=3", "fp8_delayed_e5m2:history=3", "original"),
 ]
-
-
-def weight_recipe(row, col, source="original", **more):
-    """Only weights are quantized: an emulated product with high-precision operands runs in any format."""
-    columns = {} if source == "original" else {"columnwise_source": {"weight": source}}
-    return mh.Recipe.from_dict(
-        dict(
-            version=1, name="pair",
-            defaults=dict(
-                fprop=dict(input="high_precision", weight=row),
-                dgrad=dict(grad_output="high_precision", weight=col),
-                wgrad="high_precision", **columns,
-            ),
-            **more,
-        )
-    )  # fmt: skip
 
 
 class Model(torch.nn.Module):
@@ -85,10 +68,6 @@ def batch(step, micro, rank=None):
     return torch.randn(8, SIZES[0], generator=generator, device="cpu").to(DEVICE)
 
 
-def full(p):
-    return p.full_tensor() if hasattr(p, "full_tensor") else p
-
-
 def train(model, ctl, optimizer, steps=3, group=None):
     """Losses, and the whole weights at the end."""
     losses = []
@@ -103,16 +82,6 @@ def train(model, ctl, optimizer, steps=3, group=None):
         optimizer.zero_grad()
         ctl.end_step(group)
     return losses, [full(p).detach().clone() for p in model.parameters()]
-
-
-def assert_same(a, b):
-    assert a[0] == b[0], (a[0], b[0])
-    for x, y in zip(a[1], b[1], strict=True):
-        assert torch.equal(x, y)
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 def check_gathered_bytes_are_the_unsharded_weights():
@@ -139,7 +108,8 @@ def check_gathered_bytes_are_the_unsharded_weights():
 
             def spy(outputs, name, dtype, *, out=None, w=w, after=after):
                 result = after(outputs, name, dtype, out=out)
-                compare(w, w.passes[name].filled)
+                (filled,) = w.passes[name].parts
+                compare(w, [s.direction for s in (filled.rowwise, filled.columnwise) if s is not None])
                 return result
 
             w._param._sharded_local_tensor.fsdp_post_all_gather = spy
@@ -369,7 +339,7 @@ def check_checkpoint_across_layouts():
 
 def main() -> None:
     start(threads=1)
-    run_checks(globals(), leave_out=FOR_FOUR if WORLD < 4 else ())
+    run_checks(globals(), vars(fsdp2_experts), leave_out=FOR_FOUR if WORLD < 4 else ())
     dist.destroy_process_group()
 
 

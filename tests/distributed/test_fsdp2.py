@@ -1,4 +1,4 @@
-"""FSDP2 with payload gathers on four CPU ranks; run_fsdp2.py does the checks."""
+"""FSDP2 with payload gathers on four CPU ranks; run_fsdp2.py and fsdp2_experts.py do the checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from checks import assert_passed, check_names, run_worker
 
 WORKER = Path(__file__).parent / "run_fsdp2.py"
-CHECKS = check_names(WORKER)
+CHECKS = check_names(WORKER, WORKER.with_name("fsdp2_experts.py"))
 
 pytestmark = pytest.mark.dist
 
