@@ -13,6 +13,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensorFactory
 from megatron.core.utils import get_pg_rank, get_pg_size
+from torch.distributed.tensor import DTensor
 
 from .state import PREFIX
 
@@ -41,22 +42,25 @@ def sharded(module, name: str, prefix: str, offsets: tuple, metadata: dict | Non
 
 def _factory(module, key: str, data, axis, offsets: tuple, singleton: bool, expert=None) -> ShardedTensorFactory:
     """axis: that of an expert's tensor that ranks split, or None. expert: local number of the one whose tensor `data` is,
-    None for the stack of all."""
-    rank = get_pg_rank(module.tp_group)
-    replica = (0, 0 if axis is not None else rank, get_pg_rank(module.groups.expt_dp))
+    None for the stack of all, of which FSDP2 leaves this rank some experts, that no other has."""
+    rank, copy, first = get_pg_rank(module.tp_group), get_pg_rank(module.groups.expt_dp), expert or 0
+    if isinstance(data, DTensor):
+        each = -(-data.shape[0] // data.device_mesh.size())
+        data, first, copy = data._local_tensor, data.device_mesh.get_local_rank() * each, 0
+    replica = (0, 0 if axis is not None else rank, copy)
     gated = module.config.gated_linear_unit and module.sharded_rows
-    build = partial(_build, module, axis, gated, offsets, singleton, expert)
+    build = partial(_build, module, axis, gated, offsets, singleton, first, expert is None)
     return ShardedTensorFactory(key, data, build, partial(_merge, gated, expert is None), replica)
 
 
 @torch.no_grad()
-def _build(module, axis, gated, offsets, singleton, expert, key, data, replica_id, flattened_range):
-    """The experts' tensors; a gated one as two, gate and rest, which ranks split apart."""
+def _build(module, axis, gated, offsets, singleton, first, stacked, key, data, replica_id, flattened_range):
+    """The experts' tensors; a gated one as two, gate and rest, which ranks split apart. first: local number of the first."""
     assert flattened_range is None, "flattened expert tensors are not supported"
-    experts = data.unbind() if expert is None else [data]
+    experts = data.unbind() if stacked else [data]
     return [
         _expert(module, number, tensor, axis, gated, offsets, singleton, key, replica_id)
-        for number, tensor in enumerate(experts, module.first_expert + (expert or 0))
+        for number, tensor in enumerate(experts, module.first_expert + first)
     ]
 
 
@@ -85,6 +89,8 @@ def _tensor(where, replica_id, key, data, *split):
 @torch.no_grad()
 def _merge(gated: bool, stacked: bool, experts: list) -> torch.Tensor:
     experts = [torch.cat(parts) for parts in experts] if gated else experts
+    if not experts:  # a shard without any
+        return torch.empty(0)
     return torch.stack(experts) if stacked else experts[0]
 
 

@@ -60,10 +60,10 @@ def check_flags(args) -> None:
             "--use-torch-fsdp2 beside --calculate-per-token-loss: Megatron does not divide FSDP2's gradients by the number of "
             "tokens; leave one out"
         )
-    if args.use_torch_fsdp2 and args.num_experts and args.moe_grouped_gemm:
+    if args.use_torch_fsdp2 and args.num_experts and not args.moe_grouped_gemm and (args.save or args.load):
         raise UserError(
-            "--use-torch-fsdp2 beside --moe-grouped-gemm: experts' weights are one stacked parameter, whose shards no "
-            "checkpoint can divide by expert; leave one out"
+            "--use-torch-fsdp2 with experts one by one beside --save or --load: Megatron takes the shards of such an expert "
+            "for copies and writes the first only; add --moe-grouped-gemm"
         )
     if args.hq_offload_layers and args.recompute_granularity is not None:
         raise UserError(

@@ -26,7 +26,7 @@ EXPERT_PAIRS = [
 ]
 OF_THEIR_OWN = {  # experts with formats, scales and derived columns of their own
     "rules": [
-        {"match": {"experts": "1:3"}, "use": {"fprop": {"weight": "fp8_current_e4m3"}, "dgrad": {"weight": "fp8_current_e4m3"}}},
+        {"match": {"experts": "1:3"}, "use": {gemm: {"weight": "fp8_current_e4m3"} for gemm in ("fprop", "dgrad")}},
         {"match": {"experts": "3:"}, "use": {"fprop": {"weight": "fp8_block_e4m3"}}},
     ]
 }
@@ -65,7 +65,8 @@ def train_experts(model, ctl, steps=3, group=None, recompute=False, make=sgd):
         ctl.begin_step(i)
         for j in range(2):
             ctl.microbatch(j)
-            x = torch.randn(40, SIZES[0], generator=torch.Generator().manual_seed(100 * i + 10 * j + dist.get_rank())).to(DEVICE)
+            generator = torch.Generator().manual_seed(100 * i + 10 * j + dist.get_rank())
+            x = torch.randn(40, SIZES[0], generator=generator, device="cpu").to(DEVICE)
             y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
             loss = y.square().sum()
             loss.backward()
@@ -128,7 +129,8 @@ def check_experts_train_as_with_high_precision_gathers():
             how = {isinstance(linear.hq.how(linear.weight), str) for linear in (plain[0].up, plain[0].down)}
             assert how == {one_by_one or not together}, (row, col, how)
     recipe = weight_recipe("mxfp8_e4m3", "nvfp4:row_scaled")
-    for options, recompute in ((dict(reshard_after_forward=False), False), ({}, True), (dict(num=2), False), (dict(num=1), False)):
+    others = (dict(reshard_after_forward=False), False), ({}, True), (dict(num=2), False), (dict(num=1), False)
+    for options, recompute in others:
         plain = build_experts(recipe, gather=False, **options)
         found = build_experts(recipe, recompute=recompute, **options)
         expected = train_experts(*plain[:2], recompute=recompute)
@@ -189,4 +191,5 @@ def check_experts_bytes_on_the_wire():
 def check_experts_in_high_precision_are_listed():
     recipe = weight_recipe("mxfp8_e4m3", "mxfp8_e4m3", rules=[{"match": {"experts": "3"}, "use": "high_precision"}])
     _, _, gathers = build_experts(recipe)
-    assert not gathers.weights and gathers.skipped == dict.fromkeys(("up", "down"), "expert 3: fprop reads it in high precision")
+    reason = "expert 3: fprop reads it in high precision"
+    assert not gathers.weights and gathers.skipped == {"up": reason, "down": reason}

@@ -199,7 +199,6 @@ def reasons_not(row: Row) -> list[str]:
         "Megatron: experts under tensor parallelism need sequence parallelism": row.has_experts and row.tensor == "TP 2",
         "Megatron: interleaved stages need as many microbatches": "two stages" in row.stages and row.microbatches < 2,
         "Megatron: FSDP2 beside pipeline parallelism, tied embeddings": fsdp and (row.stages != NONE or row.output == TIED),
-        "refused: FSDP2 beside grouped experts": fsdp and row.has_experts,
         "not tried": row.has_experts and row.recipe == "late",
     }
     return [reason for reason, holds in reasons.items() if holds]
@@ -310,7 +309,7 @@ REFUSED = [
     Refusal(("--hq-offload-layers", "1", *RECOMPUTE[FULL]), "what is recomputed is not saved"),
     Refusal(("--window-size", "8,0"), "sliding windows"),
     Refusal((*FSDP2, "--calculate-per-token-loss"), "Megatron does not divide FSDP2's gradients by the number of tokens", 2),
-    Refusal((*FSDP2, "--num-experts", "4", "--moe-grouped-gemm"), "--use-torch-fsdp2 beside --moe-grouped-gemm", 2),
+    Refusal((*FSDP2, "--num-experts", "4", "--save", "checkpoints"), "--use-torch-fsdp2 with experts one by one beside --save", 2),
     Refusal(("--fp8-format", "e4m3"), "--fp8-format beside --hq-recipe"),
     Refusal(("--tp-comm-overlap",), "--tp-comm-overlap beside --hq-recipe"),
     Refusal((*_SELECTIVE, "mla_up_proj"), "mla_up_proj in recompute_modules is only supported with multi_latent_attention"),

@@ -37,6 +37,12 @@ def run(name: str, *flags: str, ranks: int = 2, recipe: str = RECIPE, experts=(*
     return Case(name, [SCRIPT, *MOE, *MOCK, *experts, *files, *flags], ranks)
 
 
+def fsdp2(name: str, recipe: str, *flags: str, ranks: int = 2) -> Case:
+    case = run(name, "--use-torch-fsdp2", "--ckpt-format", "torch_dist", *flags, ranks=ranks, recipe=recipe)
+    case.argv.remove("--use-distributed-optimizer")
+    return case
+
+
 def from_ep2(*flags: str) -> tuple[str, ...]:
     return ("--load", "{folder}/ep2", "--ckpt-step", str(MIDDLE), FULLY, *flags)
 
@@ -44,6 +50,7 @@ def from_ep2(*flags: str) -> tuple[str, ...]:
 SEQUENTIAL = ALL_TO_ALL
 FULLY = "--dist-ckpt-optim-fully-reshardable"  # other layouts can only load the optimizer's state in this form
 SAVED = ("--save-interval", str(MIDDLE))
+FEW = ("--num-experts", "3", "--micro-batch-size", "2")  # over four ranks, one of which has none
 SHARED = (*EP2, "--moe-shared-expert-intermediate-size", "96", "--moe-layer-freq", "[0,1]")
 CASES = [
     run("long_bf16", "--train-iters", str(LONG), ranks=1, recipe="bf16"),
@@ -74,6 +81,16 @@ CASES = [
     run("act_recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
     run("hybrid", *EP2, *from_ep2(), "--hybrid-layer-pattern", "*E*E"),
     run("top1", *EP2, "--moe-router-topk", "1", "--moe-router-pre-softmax"),
+    fsdp2("fsdp2", RECIPE),
+    fsdp2("fsdp2_payloads", "{folder}/payloads.yaml", "--save", "{folder}/fsdp2", *SAVED),
+    fsdp2("fsdp2_payloads_resumed", "{folder}/payloads.yaml", "--load", "{folder}/fsdp2", "--ckpt-step", str(MIDDLE)),
+    fsdp2("fsdp2_delayed", "{folder}/delayed_payloads.yaml", "--save", "{folder}/fsdp2_delayed", *SAVED),
+    fsdp2("fsdp2_delayed_resumed", "{folder}/delayed_payloads.yaml", "--load", "{folder}/fsdp2_delayed",
+          "--ckpt-step", str(MIDDLE)),
+    fsdp2("fsdp2_few", RECIPE, *FEW, ranks=4),
+    fsdp2("fsdp2_few_payloads", "{folder}/payloads.yaml", *FEW, ranks=4),
+    run("ep2_from_fsdp2", *EP2, "--load", "{folder}/fsdp2", "--ckpt-step", str(MIDDLE), "--no-load-optim", "--no-load-rng",
+        "--hq-switch-recipe"),
     run("explain", *EP2, "--moe-shared-expert-intermediate-size", "96", "--hq-explain", recipe="{folder}/mixed.yaml"),
 ]  # fmt: skip
 
@@ -84,6 +101,9 @@ def runs(tmp_path_factory):
     (folder / "mixed.yaml").write_text(MIXED_EXPERTS)
     travelling = {**mh.Recipe.load(RECIPE).to_dict(), "name": "travelling", "dispatch": "quantized"}
     (folder / "travelling.yaml").write_text(json.dumps(travelling))
+    for name, shipped in (("payloads", RECIPE), ("delayed_payloads", "fp8_delayed")):
+        payloads = {**mh.Recipe.load(shipped).to_dict(), "name": name, "param_gather": "both"}
+        (folder / f"{name}.yaml").write_text(json.dumps(payloads))
     return folder, run_cases(CASES, folder, timeout=600, ranks=4)
 
 
@@ -103,7 +123,8 @@ def test_fifty_steps_are_finite_and_fall(runs, name):
 @pytest.mark.parametrize(
     "name, original",
     [
-        *((f"{name}_resumed", name) for name in ("long", "ep2", "shared")),
+        *((f"{name}_resumed", name) for name in ("long", "ep2", "shared", "fsdp2_payloads", "fsdp2_delayed")),
+        *((f"{name}_payloads", name) for name in ("fsdp2", "fsdp2_few")),
         # neither dispatchers, quantized or not, nor recomputation change a bit, nor does padding to capacity
         *((name, "ep2") for name in ("ep2_gathered", "recomputed", "act_recomputed", "travelling")),
         ("padded", "dropped"),
@@ -138,6 +159,17 @@ def test_other_layouts_go_on_from_the_checkpoint(runs, name):
     for iteration in found:
         assert found[iteration]["loss"] == pytest.approx(expected[iteration]["loss"], rel=5e-3)
     assert found[3]["grad_norm"] == pytest.approx(expected[3]["grad_norm"], rel=5e-2)
+
+
+def test_fsdp2_gathers_experts_as_payloads_into_checkpoints_of_any_layout(runs):
+    """Experts that a rank has whole, or none; the optimizer's state is another one, so one step is compared."""
+    for name in ("fsdp2_payloads", "fsdp2_delayed", "fsdp2_few_payloads"):
+        output = runs[1][name].output[0].splitlines()
+        lines = [line for line in output if ".mlp.experts.linear_fc" in line and "experts:" in line]
+        assert len(lines) == 4 and not any("high precision" in line for line in lines), name
+    found, expected = (numbers(runs, name)[3] for name in ("ep2_from_fsdp2", "fsdp2_payloads"))
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert found["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2.0**-6)  # FSDP2 sums gradients in bf16
 
 
 def test_statistics_hold_every_expert_of_every_rank(runs):
