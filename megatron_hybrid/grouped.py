@@ -120,10 +120,10 @@ class ExpertRuntimes(torch.nn.ModuleList):
 
     def forward(self, x: torch.Tensor, weight, bias, m_splits, *, training: bool) -> torch.Tensor:
         """x (T, K), plain or with the rowwise payload of the plan's input, weight (E, N, K), a parameter or gathered as
-        payloads, bias (E, N) or None -> (T, N). m_splits: rows of each group, a list or an int tensor (E,). Raises
-        ``ValueError`` when they are not E non-negative numbers that add up to T (on a GPU they are not read)."""
+        payloads, bias (E, N) or None -> (T, N). m_splits: rows of each group, a list, an int tensor (E,) or `Groups`.
+        Raises ``ValueError`` when they are not E non-negative numbers that add up to T (on a GPU they are not read)."""
         check_rows(x)
-        groups = Groups(m_splits, len(self), x.shape[0], x.device)
+        groups = Groups.of(m_splits, len(self), x.shape[0], x.device)
         gathered = type(weight) is GatheredExperts
         if (gathered or type(weight) is torch.nn.Parameter) and self._may_run_at_once(x, weight):
             how = self.how_each(weight.experts) if gathered else self.how(weight)
@@ -135,7 +135,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
     def each(self, x: torch.Tensor, weights: list, bias, m_splits, *, training: bool) -> torch.Tensor:
         """`forward` with a weight (N, K) an expert, plain or quantized: at once where all are quantized alike."""
         check_rows(x)
-        groups = Groups(m_splits, len(self), x.shape[0], x.device)
+        groups = Groups.of(m_splits, len(self), x.shape[0], x.device)
         if self._may_run_at_once(x, weights[0]):
             how = self.how_each(weights)
             if isinstance(how, GroupedPlan):

@@ -31,6 +31,11 @@ class Groups:
         if self._host is not None and (len(self._host) != num or min(self._host) < 0 or sum(self._host) != rows):
             raise ValueError(f"m_splits {self._host}: expected {num} numbers >= 0 that add up to the {rows} rows of x")
 
+    @classmethod
+    def of(cls, splits, num: int, rows: int, device: torch.device) -> Groups:
+        """Splits that are `Groups` already, of another linear over the same rows, share what is known of them."""
+        return splits if isinstance(splits, cls) else cls(splits, num, rows, device)
+
     @property
     def host(self) -> list[int]:
         """Rows of each group. Waits for the device when only it knows them."""

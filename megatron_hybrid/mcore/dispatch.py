@@ -24,6 +24,7 @@ from ..storage import QuantizedStorage
 from ..tensor import HybridTensor, payload
 from .errors import UserError
 from .experts import HybridGroupedMLP
+from .moe_layer import OneRank, OneRankAllToAll
 
 QUANTIZED = "quantized"
 
@@ -51,7 +52,9 @@ def adopt(model: list) -> list:
     for chunk in model:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer) and isinstance(layer.experts, HybridGroupedMLP):
-                QuantizedDispatcher.adopt(layer.token_dispatcher, layer.experts.linear_fc1, layer.attn_tp_group)
+                on_one = isinstance(layer.token_dispatcher, OneRankAllToAll)
+                cls = QuantizedOnOneRank if on_one else QuantizedDispatcher
+                cls.adopt(layer.token_dispatcher, layer.experts.linear_fc1, layer.attn_tp_group)
     return model
 
 
@@ -136,6 +139,10 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
             return at.view(-1, self.num_local_experts, self.capacity).transpose(0, 1).flatten()
         chunks = at.split(self.num_global_tokens_per_local_expert.ravel().tolist())
         return torch.cat([chunks[i] for i in self.sort_input_by_local_experts.tolist()])
+
+
+class QuantizedOnOneRank(OneRank, QuantizedDispatcher):
+    """Nothing travels, but casts and random bits are those of other numbers of ranks."""
 
 
 def pack(s: QuantizedStorage) -> torch.Tensor:

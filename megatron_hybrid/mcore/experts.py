@@ -20,6 +20,7 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from ..distributed.tp import TensorParallel, column_index_maps, column_sharding, row_index_maps, row_sharding
 from ..expert_weights import HoldsExpertWeights
 from ..grouped import ExpertRuntimes
+from ..groups import Groups
 from ..plan import PlanError
 from ..scaling import Pieces
 from ..sharding import Sharding
@@ -142,7 +143,7 @@ class HybridGroupedParallelLinear(WeightWindow, HoldsExpertWeights, torch.nn.Mod
         return column_index_maps(*where, self.pieces) if self.sharded_rows else row_index_maps(*where)
 
     def forward(self, x: torch.Tensor, m_splits):
-        """x (T, K), m_splits: rows of each expert, a list or an int tensor -> (y (T, N), bias (E, N) or None)."""
+        """x (T, K), m_splits: rows of each expert, as `ExpertRuntimes.forward` takes them -> (y (T, N), bias (E, N) or None)."""
         if "hq" not in self._modules:
             raise PlanError(f"{type(self).__name__}: used before Megatron called finish_init")
         bias = None if self.skip_bias_add else self.bias
@@ -181,18 +182,18 @@ class HybridGroupedMLP(TEGroupedMLP):
         x, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         if self.config.moe_apply_probs_on_input:  # Megatron allows it for one expert a token
             x, probs = (probs * x).to(x.dtype), torch.ones_like(probs)
-        hidden, _ = self.linear_fc1(x, tokens_per_expert)
+        groups = Groups(tokens_per_expert, self.num_local_experts, x.shape[0], x.device)
+        hidden, _ = self.linear_fc1(x, groups)
         if self.activation_recompute:
             checkpoint = CheckpointWithoutOutput(fp8=None)  # False would mean that Transformer Engine is there
             hidden = checkpoint.checkpoint(self._activate, hidden, probs)
         else:
             hidden = self._activate(hidden, probs)
-        y, bias = self.linear_fc2(hidden, tokens_per_expert)
+        y, bias = self.linear_fc2(hidden, groups)
         if self.activation_recompute:
             checkpoint.discard_output_and_register_recompute(y)
         if bias is not None:
-            splits = torch.as_tensor(tokens_per_expert, device=y.device)
-            y = (y + torch.repeat_interleave(bias, splits, dim=0, output_size=y.shape[0]) * probs).to(y.dtype)
+            y = (y + bias.index_select(0, groups.of_row) * probs).to(y.dtype)
         return y, None
 
     def _activate(self, hidden, probs):

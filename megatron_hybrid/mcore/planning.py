@@ -138,7 +138,7 @@ def _size(label: str, roles: dict[str, ModuleRole], shape: ModelShape) -> Linear
 def grouped_notes(plans: dict[str, GemmPlan], sizes: dict) -> Iterator[str]:
     """How the experts of grouped linears run together, or why one by one; a line for all that do alike.
 
-    Sizes of groups on the host are what Megatron's dispatchers give; only the device may know them elsewhere.
+    What runs expert by expert needs the sizes of groups on the host; see mcore/moe_layer.py for where they are.
     """
     found: dict[str, list[str]] = {}
     several = Counter(name.partition(" experts ")[0] for name in plans)

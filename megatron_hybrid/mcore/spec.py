@@ -35,6 +35,7 @@ from .errors import UserError
 from .experts import HybridGroupedMLP, HybridGroupedParallelLinear
 from .layers import HybridColumnParallelLinear, HybridParallelLinear, HybridRowParallelLinear
 from .modules import OUTPUT_LAYER, enumerate_modules, expert_layers
+from .moe_layer import HybridMoELayer
 from .parts import LayerParts, choose
 from .planning import with_bf16_edges
 from .recipe_hook import carry
@@ -222,9 +223,10 @@ class HybridLayerSpec:
 def _mlp_spec(config, backend: HybridSpecProvider, parts: LayerParts, experts: bool):
     if not experts:
         return parts.dense_mlp(get_mlp_module_spec_for_backend(backend))
-    return get_mlp_module_spec_for_backend(
+    builder = get_mlp_module_spec_for_backend(
         backend, num_experts=config.num_moe_experts, moe_grouped_gemm=config.moe_grouped_gemm
     )
+    return functools.partial(HybridMoELayer, **builder.keywords)
 
 
 def _layers(config, vp_stage: int | None, build) -> list[ModuleSpec]:

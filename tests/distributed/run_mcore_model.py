@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mcore_model_experts
+import mcore_model_sizes
 import mcore_model_steps
 import torch
 import torch.distributed as dist
@@ -422,7 +423,8 @@ def check_checkpoint_keys():
 
 def main() -> None:
     start()
-    namespaces = globals(), vars(mcore_model_steps), vars(mcore_model_experts)
+    parts = mcore_model_steps, mcore_model_experts, mcore_model_sizes
+    namespaces = globals(), *map(vars, parts)
     run_checks(*namespaces, leave_out={"check_column"})
     dist.destroy_process_group()
 
