@@ -80,6 +80,9 @@ class WeightCache:
         return [s for s in self._held if s is not None]
 
     def invalidate(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._key, self._held, self._recorded = None, [None, None], [False, False]
 
     def get(self, weight, cast, wanted: tuple[bool, bool], *, record: bool = False):
@@ -90,7 +93,7 @@ class WeightCache:
         key = (weight.data_ptr(), weight._version, weight.device, weight.shape)  # a stack begins where its first matrix does
         if key != self._key:
             if self._key is not None:
-                self.invalidate()
+                self._forget()
             self._key = key
         missing = [w and (h is None or (record and not r)) for w, h, r in zip(wanted, self._held, self._recorded)]
         if any(missing):

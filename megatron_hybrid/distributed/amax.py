@@ -34,14 +34,15 @@ def start_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup):
 class WeightAmaxes:
     """Amaxes of several weights that the same ranks split, reduced over these ranks in one collective.
 
-    They are found at the first request after an `invalidate`, for all weights at once, so every rank must ask at the
-    same point, and all weights must be there: not with gathers of parameters that run layer by layer.
+    They are found at the first request after an `invalidate`, or for a weight that was written since, for all weights at
+    once, so every rank must ask at the same point, and all weights must be there: not with gathers of parameters that run
+    layer by layer.
 
     weights: `LinearRuntime` -> a function that gives its weight (N, K) of now, or None.
     """
 
     def __init__(self, group: dist.ProcessGroup, weights: dict):
-        self.group, self.weights, self._found = group, weights, None
+        self.group, self.weights, self._found, self._versions = group, weights, None, {}
         for runtime in weights:
             runtime.weight_cache = PooledWeightCache(self, runtime)
 
@@ -51,15 +52,25 @@ class WeightAmaxes:
     def pair(self, runtime):
         """(rowwise, columnwise) reduced amaxes of a linear's weight, None for those its cast finds itself; or None for
         a linear that is not one of these."""
-        if self._found is None:
+        if self._found is None or self._version(runtime) != self._versions.get(runtime):
+            self._versions = {hq: self._version(hq) for hq in self.weights}
             self._found = self._reduce()
         return self._found.get(runtime)
 
+    def _version(self, runtime) -> tuple | None:
+        """What changes when torch knows that a linear's weight did."""
+        weight = self._plain(runtime)
+        return None if weight is None else (weight.data_ptr(), weight._version)
+
+    def _plain(self, runtime) -> torch.Tensor | None:
+        """A linear's weight, unless it lives quantized."""
+        weight = self.weights[runtime]()
+        return None if isinstance(weight, HybridTensor) else weight
+
     def _reduce(self) -> dict:
         pairs = {}
-        for runtime, get_weight in self.weights.items():
-            weight = get_weight()
-            if weight is None or isinstance(weight, HybridTensor):
+        for runtime in self.weights:
+            if (weight := self._plain(runtime)) is None:
                 continue
             plan = runtime.plan_for(weight.device)
             if wanted := plan.reduced.get("weight"):

@@ -91,16 +91,18 @@ def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver |
     runtimes = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LinearRuntime)]
     if not runtimes:
         return None
-    amax_group, data_parallel, expert_groups = _groups(chunks[0])
+    amax_group, data_parallel, expert_tp, expert_dp = _groups(chunks[0])
     controller = Controller(
         runtimes, None, seed & 0xFFFFFFFF, 1, replica=data_parallel.rank(), num_replicas=data_parallel.size(),
-        expert_replica=_replica_of_experts(data_parallel, expert_groups),
-        expert_part=_part_of_replica(chunks[0], expert_groups),
+        expert_replica=_replica_of_experts(data_parallel, expert_tp),
+        expert_part=_part_of_replica(chunks[0], expert_tp),
     )  # fmt: skip
     for chunk in chunks:
         pool_weight_amaxes(chunk, weights_at_once)
     driver = Driver(
-        controller, amax_group if amax_group.size() > 1 else None, [g for g in expert_groups if g.size() > 1]
+        controller,
+        amax_group if amax_group.size() > 1 else None,
+        [g for g in (expert_tp, expert_dp) if g is not None and g.size() > 1],
     )
     for chunk in chunks:
         setattr(chunk, DRIVER, driver)
@@ -127,7 +129,8 @@ def pool_weight_amaxes(chunk, weights_at_once: bool) -> None:
 
 
 def _groups(chunk):
-    """(the ranks that share a stage's tensors, those that share its weights only, those that share its experts).
+    """(the ranks that share a stage's tensors, those that share its weights only, those that split its experts, those that
+    have the same experts, or parts of experts), the last two None where nothing knows of experts.
 
     Inputs are the same on all tensor-parallel ranks or split among them, weights are split among them and the same
     on data- and context-parallel ranks, each of which sees other tokens: one scale for all of them. Pipeline stages
@@ -139,8 +142,7 @@ def _groups(chunk):
     with_context = dict(with_context_parallel=True)
     amax_group = _group(chunk, "tp_dp_cp", parallel_state.get_tensor_and_data_parallel_group, **with_context)
     same_weights = _group(chunk, "dp_cp", parallel_state.get_data_parallel_group, **with_context)
-    expert_groups = [getattr(chunk.pg_collection, name, None) for name in ("expt_tp", "expt_dp")]
-    return amax_group, same_weights, [group for group in expert_groups if group is not None]
+    return amax_group, same_weights, *(getattr(chunk.pg_collection, name, None) for name in ("expt_tp", "expt_dp"))
 
 
 def _group(chunk, name: str, of_megatron, **options):
@@ -149,21 +151,21 @@ def _group(chunk, name: str, of_megatron, **options):
     return of_megatron(**options) if group is None else group
 
 
-def _replica_of_experts(data_parallel, expert_groups) -> int:
+def _replica_of_experts(data_parallel, expert_tp) -> int:
     """The first replica among the ranks that split an expert with this one: more than one where there are more
     expert-tensor-parallel ranks than tensor-parallel ones."""
     ranks = torch.distributed.get_process_group_ranks(data_parallel)
-    together = torch.distributed.get_process_group_ranks(expert_groups[0]) if expert_groups else ()
+    together = () if expert_tp is None else torch.distributed.get_process_group_ranks(expert_tp)
     return min([data_parallel.rank(), *(ranks.index(rank) for rank in together if rank in ranks)])
 
 
-def _part_of_replica(chunk, expert_groups) -> int:
+def _part_of_replica(chunk, expert_tp) -> int:
     """A replica's ranks that split the same experts have tokens of their own: this rank's number among such groups. More
     than one where there are more tensor-parallel ranks than expert-tensor-parallel ones."""
     from megatron.core import parallel_state
 
     group = _group(chunk, "tp", parallel_state.get_tensor_model_parallel_group)
-    return group.rank() // expert_groups[0].size() if expert_groups else 0
+    return 0 if expert_tp is None else group.rank() // expert_tp.size()
 
 
 def attach_in_run(chunks: list) -> list:

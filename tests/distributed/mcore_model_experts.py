@@ -349,6 +349,17 @@ def check_ranks_of_one_replica_draw_apart_at_their_experts():
         assert two["input"][3] == one["input"][3] + (0 if grouped else 2 * MOST_ROWS_OF_AN_EXPERT)
 
 
+def check_replicas_draw_apart_without_a_group_that_splits_experts():
+    """A collection of groups may lack the expert-tensor-parallel one: the ranks that hold the same experts are replicas."""
+    parallel()
+    model = moe("mxfp8", num_layers=1)
+    model.module.pg_collection.expt_tp = None
+    hooks = driver.attach([model.module], seed=1)
+    keys = [runtime.keys for runtime in hooks.controller.runtimes if runtime.role.expert is not None]
+    assert {(k.replica, k.num_replicas, k.part) for k in keys} == {(rank(), 2, 0)}
+    assert [group.size() for group in hooks.expert_groups] == [2]
+
+
 def check_tokens_travel_quantized():
     """The same bits as with casts after the dispatch, and on the wire exactly the rows' codes and scales."""
     results = []

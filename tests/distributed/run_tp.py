@@ -26,7 +26,7 @@ from tp_cases import (
 
 from megatron_hybrid.distributed.amax import WeightAmaxes, start_max
 from megatron_hybrid.grouped_at_once import GroupedPlan
-from megatron_hybrid.linear import hybrid_linear
+from megatron_hybrid.linear import WeightCache, hybrid_linear
 from megatron_hybrid.model_shape import LinearShape
 from megatron_hybrid.plan import INPUT
 from megatron_hybrid.sharding import block_along
@@ -276,10 +276,19 @@ def check_amaxes_of_weights_in_one_collective(ranks: Ranks):
         parts[3].weight.mul_(2)
         parts[3].hq.invalidate()
         parts[3]()
+        third = len(sent)
+        parts[0].weight.mul_(3)  # writes that torch sees and nobody announces
+        parts[3].weight.mul_(3)
+        written = [part() for part in parts]
     assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(expected, found, again))
     activations = len(second)  # row-parallel inputs only
     assert len(inputs) == activations + 1 < len(alone), (len(inputs), activations, len(alone))
-    assert pool._found is not None and len(sent) == len(inputs) + activations + 1
+    assert pool._found is not None and third == len(inputs) + activations + 1
+    assert len(sent) - third == activations + 1, (len(sent), third, activations)
+    for part in parts:
+        part.hq.weight_cache = WeightCache()
+    with torch.no_grad():
+        assert all(torch.equal(part(), y) for part, y in zip(parts, written))
 
 
 def check_maximum_keeps_nan_and_inf(ranks: Ranks):
