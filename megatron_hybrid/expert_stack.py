@@ -22,13 +22,20 @@ class ExpertStack:
     another along dimension 0, whatever blocks span.
     """
 
+    rowwise: QuantizedStorage | None
+    columnwise: QuantizedStorage | None
+    _held: list[tuple]  # the payloads that are views of these
+
     def __init__(self):
-        self.rowwise: QuantizedStorage | None = None
-        self.columnwise: QuantizedStorage | None = None
-        self._held: list[tuple] = []  # the payloads that are views of these
+        self.forget()
 
     def __reduce__(self):
         return ExpertStack, ()  # a copied module's parameters have memory of their own
+
+    def forget(self) -> None:
+        """Let go of memory that the weights have left."""
+        self.rowwise = self.columnwise = None
+        self._held = []
 
     @torch.no_grad()
     def follow(self, weights: list[torch.Tensor]) -> str | None:
@@ -41,6 +48,7 @@ class ExpertStack:
         payloads = [(weight.rowwise, weight.columnwise) for weight in weights]
         if payloads != self._held:  # storages are equal only to themselves
             if (why := _unlike(weights)) is not None:
+                self.forget()
                 return why
             self.rowwise, self.columnwise = (_join(list(one)) for one in zip(*payloads))
             for expert, weight in enumerate(weights):
@@ -52,6 +60,8 @@ class ExpertStack:
 def _unlike(weights: list[HybridTensor]) -> str | None:
     """Why the payloads of these weights do not fit into one buffer."""
     first = weights[0].spec
+    if any(weight.comes_and_goes() for weight in weights):
+        return "a gather gives each expert's payloads memory of their own, and takes it back"
     if any(weight.spec._replace(stale=first.stale) != first or weight.shape != weights[0].shape for weight in weights):
         return "experts' weights are quantized differently"
     for s in (weights[0].rowwise, weights[0].columnwise):

@@ -92,6 +92,11 @@ class Owned:
         """Whether something keeps the value in high precision: a master, or the preserved value of the next write."""
         return self._stale.preserve or (self._stale.master is not None and self._stale.master() is not None)
 
+    def comes_and_goes(self) -> bool:
+        """Whether a gather gives the payloads their memory and bytes, and takes them back."""
+        owner = self._stale.owner
+        return owner is not None and owner.gather is not None and owner.gather.brings_bytes
+
     def best_value(self) -> torch.Tensor:
         """The most exact value there is, on this device: the master, the preserved value, else the decode."""
         master = None if self._stale.master is None else self._stale.master()

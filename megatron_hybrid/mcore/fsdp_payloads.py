@@ -107,6 +107,7 @@ class GroupGather:
         self.stepped = False  # masters have moved since the last cast
         for param in self.params:
             param._stale.owner.check_split()
+            param.own_memory()  # which is resized: not one of experts
         self._plan()
         for param in self.params:
             param._stale.owner.gather = self

@@ -24,6 +24,7 @@ EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64", "--moe-aux-loss-coeff", "1e-2"),
     *("--moe-token-dispatcher-type", "alltoall"),
 ]
+GROUPED = [*EXPERTS, "--moe-grouped-gemm"]
 EP2 = ["--expert-model-parallel-size", "2"]
 LIVES = {"weights": "quantized", "param_gather": "both"}
 ROWS = {"weights": "quantized", "param_gather": "rowwise"}
@@ -42,6 +43,7 @@ RECIPES = {
     "derived": ("mxfp8", ROWS | {"defaults": {"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "mxfp8_e4m3"} | DERIVED}),
     "steps": (MIXED, LIVES | LATE),
     "head": ("mxfp8", LIVES | {"lm_head": True}),
+    "alike": ("mxfp8", LIVES),
 }
 
 
@@ -65,6 +67,7 @@ def resumed(name: str, recipe: str, *flags: str, **kw) -> list[Case]:
 AS_ELSEWHERE = {  # a run -> the same under the distributed optimizer, or with weights in high precision
     "lives": "lives-plain", "optim": "lives-plain", "grads": "lives-plain", "delayed": "delayed-plain", "derived": "derived-plain",
     "steps": "steps-plain", "tp2": "tp2-plain", "experts": "experts-plain", "rounded": "plain",
+    "grouped": "grouped-plain", "grouped-grads": "grouped-plain",
 }  # fmt: skip
 AS_EACH_OTHER = {  # runs under Megatron-FSDP
     "gathers": "lives", "full": "lives", "pools": "lives", "two-gathers": "two", "delayed_gathers": "delayed",
@@ -75,6 +78,7 @@ CASES = [
     *(case(f"{name}-plain", name, fsdp=None) for name in ("lives", "delayed", "derived", "steps")),
     case("tp2-plain", "derived", *TP2, fsdp=None),
     case("experts-plain", "lives", *EXPERTS, fsdp=None),
+    case("grouped-plain", "alike", *GROUPED, fsdp=None),
     *resumed("lives", "lives", mode="check"),
     *resumed("grads", "lives", fsdp=GRADS, mode="check"),
     *resumed("delayed", "delayed"),
@@ -91,6 +95,8 @@ CASES = [
     case("two-gathers", "gathers", *TWO_MICROBATCHES),
     case("tp2", "derived", *TP2),
     case("experts", "lives", *EXPERTS),
+    case("grouped", "alike", *GROUPED),
+    case("grouped-grads", "alike", *GROUPED, fsdp=GRADS),
 ]
 
 

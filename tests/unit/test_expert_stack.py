@@ -129,7 +129,17 @@ def reload_by_assignment(m):
     return m
 
 
-@pytest.mark.parametrize("move", [copy.deepcopy, reload_by_assignment, lambda m: m.half().bfloat16()])
+def take_memory_of_their_own(m):
+    for weight in m.weights():
+        weight.own_memory()
+        assert weight.rowwise.qdata.untyped_storage().nbytes() == weight.rowwise.qdata.nbytes
+    return m
+
+
+MOVES = [copy.deepcopy, reload_by_assignment, take_memory_of_their_own, lambda m: m.half().bfloat16()]
+
+
+@pytest.mark.parametrize("move", MOVES)
 def test_payloads_that_moved_are_joined_again(move):
     m, (x, dy) = grouped(RECIPES["mxfp8"]), data()
     expected = gradients(m, x, dy, SPLITS)
