@@ -113,11 +113,11 @@ class WeightOwner:
         shared = {} if reducers is None else {"reduce_amax": reducers}
         return dict(rng=_rng(runtime, device), state=states, **shared)
 
-    def amaxes_shared(self, direction: str):
+    def amaxes_shared(self, direction: str, device):
         """The process group over which the amax of this direction is reduced, besides the ranks that share the weight;
         None: over none."""
         runtime = self._runtime()
-        reducers = runtime.weight_reducers(self.weight.device)
+        reducers = runtime.weight_reducers(device)
         return None if reducers is None or reducers[DIRECTIONS.index(direction)] is None else runtime.ranks.group
 
     def rounded(self, src: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

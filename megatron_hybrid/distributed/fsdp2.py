@@ -23,14 +23,14 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from ..formats import COLUMNWISE, DIRECTIONS
+from ..formats import DIRECTIONS
 from ..gathered_experts import GatheredExperts
-from ..plan import ORIGINAL, WEIGHT, GemmPlan, PlanError
+from ..plan import ORIGINAL, WEIGHT, PlanError
 from ..runtime import LinearRuntime
-from ..storage import QuantizedStorage
+from ..scaling import Pieces
 from ..tensor import HybridTensor
-from ..weights import WeightOwner
-from .param_gather import BOTH, ShardedWeights, derivable
+from ..weights import WeightOwner, unfilled
+from .param_gather import BOTH, ShardedWeights, derivable, reduce_amaxes
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -42,10 +42,11 @@ def gather_quantized(model: torch.nn.Module, ctl, *, recompute: bool = False) ->
     `begin_step` or `invalidate` must come before a forward that follows an optimizer's step or a load. recompute:
     activations are recomputed in backward, which then gathers the rowwise payload too.
 
-    Weights that a plan reads in high precision (an expert's, of a grouped linear's), and those that are sharded in another
-    way than along their first dimension alone are left as they were; `QuantizedGathers.skipped` says why. Raises
-    ``ValueError`` when no quantized linear of the model is sharded, for a model on the meta device, and for
-    ``reshard_after_forward=<int>``, whose smaller gather FSDP2 keeps to itself.
+    Weights that a plan reads in high precision (an expert's, of a grouped linear's), those that FSDP2 cuts along another
+    dimension than the first, and shards of DTensors are left as they were; `QuantizedGathers.skipped` says why. What
+    Megatron's tensor-parallel ranks split is gathered, with amaxes of all shards. Raises ``ValueError`` when no quantized
+    linear of the model is sharded, for a model on the meta device, and for ``reshard_after_forward=<int>``, whose smaller
+    gather FSDP2 keeps to itself.
     """
     sharded, mode = {}, Mode()
     for module in model.modules():
@@ -81,8 +82,8 @@ def _reason(path: str, module, group, p) -> str | None:
             f"gather_quantized: {path} is sharded with reshard_after_forward=<int>, whose smaller gather FSDP2 makes in "
             "high precision only; use True or False"
         )
-    if p.is_dtensor or any(runtime.sharding is not None for runtime in _runtimes(module)):
-        return "also sharded by tensor parallelism"
+    if p.is_dtensor or any(runtime.sharding is not None and runtime.ranks is None for runtime in _runtimes(module)):
+        return "also sharded by tensor parallelism, over ranks that are not known here"
     if p.fsdp_placement.dim != 0:
         return f"sharded along dimension {p.fsdp_placement.dim}"
     if p.offload_to_cpu:
@@ -98,18 +99,17 @@ def _needs_original(runtime: LinearRuntime, device) -> str | None:
         return f"{which}fprop reads it in high precision"
     if plan.saved[WEIGHT] == ORIGINAL:
         return f"{which}dgrad reads the original"
-    if expert is not None and any(fmt.sr for fmt in quantizer.formats()):
-        return f"{which}it is rounded stochastically, by rows of all experts"
+    if any(fmt.sr for fmt in quantizer.formats()):
+        if expert is not None:
+            return f"{which}it is rounded stochastically, by rows of all experts"
+        if isinstance(runtime.index_maps.get(WEIGHT), Pieces):
+            return "it is rounded stochastically, and a tensor-parallel rank's rows are of two places"
     return None
 
 
 def _runtimes(module) -> list[LinearRuntime]:
     """One, or one an expert."""
     return [module.hq] if isinstance(module.hq, LinearRuntime) else list(module.hq)
-
-
-def _plans(module, device) -> list[GemmPlan]:
-    return [runtime.plan_for(device) for runtime in _runtimes(module)]
 
 
 class Mode:
@@ -157,10 +157,9 @@ class GatheredWeight:
         """Payloads and shares for the module's plans of now."""
         module, p = self._module, self._param
         shape, dtype = tuple(p._orig_size), self._group.mp_policy.param_dtype or p.sharded_param.dtype
-        plans = _plans(module, p.device)
-        self.quantizers = [plan.quantizers[WEIGHT] for plan in plans]
-        owners = [WeightOwner(module, "weight", runtime) for runtime in _runtimes(module)]
-        self.parts = [_part(plan, owner, shape[-2:], dtype, p.device) for plan, owner in zip(plans, owners)]
+        self.parts = [unfilled(runtime, shape[-2:], dtype, p.device, trained=True) for runtime in _runtimes(module)]
+        for t, runtime in zip(self.parts, _runtimes(module)):
+            t._stale.owner = WeightOwner(module, "weight", runtime)
         together = len(shape) == 3 and not isinstance(module.hq.how_each(self.parts), str)  # then in common memory
         self.tensor = GatheredExperts(tuple(self.parts)) if len(shape) == 3 else self.parts[0]
         self.passes = {name: self._pass(name, together) for name in (FORWARD, BACKWARD, BOTH)}
@@ -211,7 +210,8 @@ class GatheredWeight:
     def follow(self) -> None:
         """Meet what may have changed since the last step: the plans, the shard (loads, moves), its values."""
         module, p = self._module, self._param
-        if [plan.quantizers[WEIGHT] for plan in _plans(module, p.device)] != self.quantizers:
+        quantizers = [runtime.plan_for(p.device).quantizers[WEIGHT] for runtime in _runtimes(module)]
+        if quantizers != [t.quantizer for t in self.parts]:
             for runtime in _runtimes(module):
                 if (reason := _needs_original(runtime, p.device)) is not None:
                     raise PlanError(f"{runtime.label}: its weight is gathered quantized (gather_quantized), but {reason}")
@@ -296,16 +296,6 @@ class GatheredWeight:
         return None if out is not None else (self.tensor, tuple(one.buffers))
 
 
-def _part(plan: GemmPlan, owner: WeightOwner, shape, dtype, device) -> HybridTensor:
-    """Unwritten payloads of a matrix, in the directions that its plan reads."""
-    quantizer = plan.quantizers[WEIGHT]
-    directions = DIRECTIONS if plan.saved[WEIGHT] == COLUMNWISE else DIRECTIONS[:1]
-    held = [QuantizedStorage.empty(getattr(quantizer, d), d, shape, dtype, device) for d in directions]
-    t = HybridTensor.from_storages(held[0], held[1] if len(held) == 2 else None, shape, dtype, quantizer)
-    t._stale.owner = owner
-    return t
-
-
 def _filled(t: HybridTensor, name: str) -> HybridTensor:
     """A part with the directions that a pass fills. Backward's is dgrad's, and the row where dgrad's follows from it."""
     row, col = t.rowwise, t.columnwise
@@ -323,17 +313,16 @@ class QuantizedGathers:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Before a step: the amaxes of all weights that cover several ranks' rows, one collective a group."""
+        """Before a step: the amaxes of all weights that cover several ranks' elements, one collective a group of ranks that
+        share weights, and one of those that split them."""
         by_group = defaultdict(list)
         for weight in self.weights:
             weight.follow()
             by_group[weight._group._all_gather_process_group].append(weight)
         for group, weights in by_group.items():
             own = [weight.start_amaxes() for weight in weights]
-            flat = torch.cat(own)
-            if flat.numel() and group.size() > 1:
-                torch.distributed.all_reduce(flat, op=torch.distributed.ReduceOp.MAX, group=group)
-            for weight, reduced in zip(weights, flat.split([part.numel() for part in own])):
+            shares = [weight.passes[BOTH].shares for weight in weights]
+            for weight, reduced in zip(weights, reduce_amaxes(shares, own, group)):
                 weight.take_amaxes(reduced)
 
     def __str__(self) -> str:

@@ -12,9 +12,11 @@ a bound cuts are completed first, and a cast then sees them in the place of the 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from .. import kernels
 from ..formats import COLUMNWISE, DIRECTIONS, ROWWISE, shares_codes
@@ -351,3 +353,32 @@ def _rows_from(rng: Rng, row: int) -> Rng:
     values = rng.values.clone()
     values[3] += row
     return Rng.view(values, own_columns=rng.own_columns)
+
+
+@torch.no_grad()
+def reduce_amaxes(shares: list[ShardedWeights], amaxes: list[torch.Tensor], group) -> list[torch.Tensor]:
+    """The amaxes of several `ShardedWeights` over the ranks of a group, in one collective; what covers the shards of other
+    tensor-parallel ranks too, over these in one more."""
+    flat = torch.cat(amaxes)
+    if group.size() > 1 and flat.numel():
+        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
+    amaxes = list(flat.split([own.numel() for own in amaxes]))
+    over_shards = defaultdict(list)  # by ranks: experts have a group object of their own
+    for weights, own in zip(shares, amaxes):
+        for shared, at in _over_shards(weights):
+            over_shards[tuple(dist.get_process_group_ranks(shared))].append((shared, own[at]))
+    for found in over_shards.values():
+        parts = [part for _, part in found]
+        together = torch.cat(parts)
+        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=found[0][0])
+        torch._foreach_copy_(parts, list(together.split([part.numel() for part in parts])))
+    return amaxes
+
+
+def _over_shards(weights: ShardedWeights):
+    """(process group, stretch of the amaxes) of what covers the shards of other tensor-parallel ranks too."""
+    for slot in weights.slots:
+        if slot.row is None:
+            group = weights.params[slot.param]._stale.owner.amaxes_shared(slot.payload.direction, weights.device)
+            if group is not None:
+                yield group, slice(slot.start, slot.stop)

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import Bucket, DataParallelBuffer
 
-from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights, derivable
+from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights, derivable, reduce_amaxes
 from ..formats import COLUMNWISE
 from ..plan import PlanError
 from ..tensor import HybridTensor
 from ..tensor_owner import write_keys
-from .param_sync import gathers_of, holds_quantized, reduce_amaxes
+from .param_sync import gathers_of, holds_quantized
 
 FORWARD, BACKWARD = False, True  # what Megatron-FSDP calls `bwd`
 STAND_IN = ("_rowwise_data", "_columnwise_data")  # where Megatron-FSDP looks for the bytes of Transformer Engine's tensors

@@ -14,7 +14,7 @@ import functools
 import torch
 import torch.distributed as dist
 
-from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights
+from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights, reduce_amaxes
 from ..tensor import HybridTensor
 
 GATHER = "hq_gather"  # attribute of a bucket group
@@ -103,34 +103,6 @@ class BucketGather:
             self._drop()
             self._plan()
             self.sync()
-
-
-@torch.no_grad()
-def reduce_amaxes(shares: list[ShardedWeights], amaxes: list[torch.Tensor], group) -> list[torch.Tensor]:
-    """The amaxes of several `ShardedWeights` over the ranks of a group, in one collective; what covers the shards of other
-    tensor-parallel ranks too, over these in one more."""
-    flat = torch.cat(amaxes)
-    if group.size() > 1 and flat.numel():
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=group)
-    amaxes = list(flat.split([own.numel() for own in amaxes]))
-    over_shards = [(shared, own[at]) for weights, own in zip(shares, amaxes) for shared, at in _over_shards(weights)]
-    groups = {tuple(dist.get_process_group_ranks(shared)) for shared, _ in over_shards}  # experts have an object of their own
-    assert len(groups) < 2, "one group of weights, one set of tensor-parallel ranks"
-    if over_shards:
-        parts = [part for _, part in over_shards]
-        together = torch.cat(parts)
-        dist.all_reduce(together, op=dist.ReduceOp.MAX, group=over_shards[0][0])
-        torch._foreach_copy_(parts, list(together.split([part.numel() for part in parts])))
-    return amaxes
-
-
-def _over_shards(weights: ShardedWeights):
-    """(process group, stretch of the amaxes) of what covers the shards of other tensor-parallel ranks too."""
-    for slot in weights.slots:
-        if slot.row is None:
-            group = weights.params[slot.param]._stale.owner.amaxes_shared(slot.payload.direction)
-            if group is not None:
-                yield group, slice(slot.start, slot.stop)
 
 
 def gathers(runtimes) -> list:
