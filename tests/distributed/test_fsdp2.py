@@ -16,7 +16,7 @@ pytestmark = pytest.mark.dist
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory) -> list[dict]:
     """Errors by check, of each rank."""
-    return run_worker(4, WORKER, tmp_path_factory.mktemp("fsdp2"), CHECKS, timeout=400)
+    return run_worker(4, WORKER, tmp_path_factory.mktemp("fsdp2"), CHECKS, timeout=600)
 
 
 @pytest.mark.parametrize("check", CHECKS)
