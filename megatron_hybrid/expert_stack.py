@@ -61,7 +61,7 @@ def _unlike(weights: list[HybridTensor]) -> str | None:
     """Why the payloads of these weights do not fit into one buffer."""
     first = weights[0].spec
     if any(weight.comes_and_goes() for weight in weights):
-        return "a gather gives each expert's payloads memory of their own, and takes it back"
+        return "a gather knows where the payloads are"
     if any(weight.spec._replace(stale=first.stale) != first or weight.shape != weights[0].shape for weight in weights):
         return "experts' weights are quantized differently"
     for s in (weights[0].rowwise, weights[0].columnwise):

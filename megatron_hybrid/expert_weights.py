@@ -41,7 +41,12 @@ class HoldsExpertWeights(HoldsWeight):
             parameter.__dict__.update(whole.__dict__)
             self.register_parameter(f"weight{e}", parameter)
         self.hold_weight(preserve=preserve)
-        self.hq.how_each(self.weights())  # moves them to common memory
+        self.settle_payloads()
+
+    def settle_payloads(self) -> None:
+        """Into common memory, where experts run at once."""
+        if self.weight is None:
+            self.hq.how_each([getattr(weight, "orig_param", weight) for weight in self.weights()])
 
     def held_weights(self) -> list[tuple]:
         """(parameter's name, runtime) of the weights that live quantized, one an expert."""

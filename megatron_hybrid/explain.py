@@ -104,7 +104,7 @@ def _byte_totals(plans, shapes) -> tuple[str, ...]:
     known = [(plan, shapes[name]) for name, plan in plans if shapes.get(name) is not None]
     hp = sum(shape.hp_input_bytes for _, shape in known)
     saved = sum(shape.saved_bytes(plan, INPUT) for plan, shape in known)
-    casts = sum(shape.payload_bytes(plan, WEIGHT, d) for plan, shape in known for d in DIRECTIONS)
+    casts = sum(shape.held_weight_bytes(plan) for plan, shape in known)
     weights = sum(shape.hp_weight_bytes for _, shape in known)
     gathered = sum(shape.gathered_bytes(plan, direction) for plan, shape in known for direction in DIRECTIONS)
     hp_gathered = sum(shape.hp_gathered_bytes for plan, shape in known if plan.gathered)

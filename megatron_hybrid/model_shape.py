@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
-from .formats import COLUMNWISE, ROWWISE
+from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .sharding import AS_IS, HIGH_PRECISION, PAYLOAD, ROW_PAYLOAD
 from .storage import QuantizedStorage
 from .storage_layout import row_dims
 
 _DTYPE = torch.bfloat16
+SHARDED_WEIGHTS = "optim_grads_params"  # of Megatron-FSDP's --data-parallel-sharding-strategy, and its default
 _GATED_MULTIPLE = 64  # Megatron rounds a gated MLP's default width up to it
 
 
@@ -29,6 +30,7 @@ class LinearShape:
 
     gathers, gathered: how many ranks' rows of which operand are put together before its gemms; 1 where none are.
     experts: how many linears of this size a grouped one is on the rank; sizes are of one, bytes of all.
+    sharded_weight: the weight's memory is there in a pass alone, and so is what is cast from it.
     """
 
     rows: int
@@ -37,6 +39,7 @@ class LinearShape:
     gathers: int = 1
     gathered: str = INPUT
     experts: int = 1
+    sharded_weight: bool = False
 
     def own_rows(self, operand: str) -> int:
         """Tokens of an operand on this rank, before a gather."""
@@ -88,11 +91,17 @@ class LinearShape:
     def saved_bytes(self, plan: GemmPlan, operand: str) -> int:
         """What forward keeps of an operand for backward, beside the parameter itself."""
         kept = plan.saved[operand]
+        if operand == WEIGHT and self.sharded_weight:
+            return 0
         if operand == INPUT and plan.gathered == INPUT:
             kept = plan.kept_of_gathered(self.own_rows(INPUT))
         if kept == ORIGINAL:
             return self.hp_input_bytes if operand == INPUT else 0
         return self.payload_bytes(plan, operand, kept)
+
+    def held_weight_bytes(self, plan: GemmPlan) -> int:
+        """What is held through a step of the weight's casts."""
+        return 0 if self.sharded_weight else sum(self.payload_bytes(plan, WEIGHT, d) for d in DIRECTIONS)
 
     def payload_bytes(self, plan: GemmPlan, operand: str, direction: str) -> int:
         """Codes and scales of one direction of this rank's part of an operand; 0 where it stays in high precision."""
@@ -134,6 +143,8 @@ class ModelShape:
     first_last_layers_bf16: bool = False
     num_layers_at_start_in_bf16: int = 1
     num_layers_at_end_in_bf16: int = 1
+    use_megatron_fsdp: bool = False
+    data_parallel_sharding_strategy: str = SHARDED_WEIGHTS
 
     @property
     def num_moe_experts(self) -> int | None:
@@ -194,8 +205,17 @@ class ModelShape:
         """How many ranks split the linear of a `ModuleRole`."""
         return self.tensor_model_parallel_size if role.expert is None else self.expert_tensor_parallel_size
 
+    @property
+    def shards_weights(self) -> bool:
+        """Whether the memory of weights comes and goes, and nothing that is cast from them is kept."""
+        return self.use_megatron_fsdp and self.data_parallel_sharding_strategy == SHARDED_WEIGHTS
+
     def linear(self, role) -> LinearShape | None:
         """Sizes of the linear of a `ModuleRole`, by the last part of its name; None where they are not known."""
+        found = self._linear(role)
+        return found and replace(found, sharded_weight=self.shards_weights)
+
+    def _linear(self, role) -> LinearShape | None:
         tp = self.tensor_model_parallel_size
         leaf = role.name.rpartition(".")[2]
         rows = self.seq_length * self.micro_batch_size // self.context_parallel_size

@@ -191,11 +191,6 @@ class HybridTensor(Owned, torch.Tensor):
         self._row = None if self._row is None else self._row.with_buffers(rowwise)
         self._col = None if self._col is None else self._col.with_buffers(columnwise)
 
-    def own_memory(self) -> None:
-        """Move payloads that are parts of larger buffers to memory of their own."""
-        rowwise, columnwise = ({} if s is None else s.buffers() for s in (self._row, self._col))
-        self.take_buffers(*({n: t.clone() for n, t in held.items()} for held in (rowwise, columnwise)))
-
     # ---- decode
 
     def dequantize(self, direction: str | None = None, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -134,6 +134,11 @@ class WeightOwner:
         """Raise `PlanError` for a recipe that this weight could not follow."""
         check_recipe(self._runtime(), recipe, device)
 
+    def settle(self) -> None:
+        """Have the weight's payloads stay where they are, until their formats change."""
+        if (module := self._module()) is not None:
+            module.settle_payloads()
+
     def check_split(self) -> None:
         """Raise `PlanError` for a weight that other ranks share in a way that a cast from split masters does not know."""
         runtime = self._runtime()
@@ -260,6 +265,9 @@ class HoldsWeight:
             trained = weight.requires_grad and (mode is None or mode.requires_grad)
             self._parameters[name] = _quantized_parameter(hq, weight, keep, trained)
         self._own_weights()
+
+    def settle_payloads(self) -> None:
+        """Have the weights' payloads where calls want them, before someone remembers where they are."""
 
     def _own_weights(self) -> None:
         for name, hq in self.held_weights():

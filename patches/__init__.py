@@ -28,6 +28,7 @@ _MODULES = (  # in the order of application
     "compile_helpers",
     "expert_layouts",
     "fsdp2_resume",
+    "fsdp_experts",
     "fused_adam",
     "load_fp32",
     "megatron_fsdp",

@@ -15,6 +15,7 @@ from .framework import Change, Patch, value
 from .quantized_params import beside
 
 _PACKAGE = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+_OURS = "megatron_hybrid.mcore.fsdp_payloads"
 _CLASSES, _BUFFERS = f"{_PACKAGE}.mixed_precision", f"{_PACKAGE}.param_and_grad_buffer"
 
 
@@ -26,11 +27,11 @@ def not_needed() -> str | None:
     return None
 
 
-def ours(name: str):
-    """A change's replacement out of `fsdp_payloads`, which needs Megatron-FSDP."""
+def ours(module: str, name: str):
+    """A change's replacement out of a module that needs Megatron-FSDP."""
 
     def replacement(original):
-        return getattr(importlib.import_module("megatron_hybrid.mcore.fsdp_payloads"), name)(original)
+        return getattr(importlib.import_module(module), name)(original)
 
     return replacement
 
@@ -44,9 +45,7 @@ def around_cast_masters(original):
         if others:
             params, masters, offsets, pieces = map(list, zip(*others))
             original(params, masters, offsets, group, pieces, **kwargs)
-        from megatron_hybrid.mcore.fsdp_payloads import cast_masters
-
-        cast_masters(model_params)
+        importlib.import_module(_OURS).cast_masters(model_params)
 
     return cast_master_weights_to_fp8
 
@@ -72,9 +71,9 @@ PATCH = Patch(
         Change(f"{_CLASSES}:cast_master_weights_to_fp8", around_cast_masters, create=True),
         Change(f"{_CLASSES}:HAVE_TE_POST_ALL_GATHER_PROCESSING", value(True)),
         Change(f"{_CLASSES}:post_all_gather_processing", around_post_all_gather, create=True),
-        Change(f"{_BUFFERS}:DataParallelBuffer", ours("buffer_for")),
-        Change(f"{_BUFFERS}:ParamAndGradBuffer._init_each_parameter_group_buffers", ours("around_init_buffers")),
-        Change(f"{_BUFFERS}:AllGatherPipeline.wait_bucket_ready", ours("around_wait_bucket_ready")),
+        Change(f"{_BUFFERS}:DataParallelBuffer", ours(_OURS, "buffer_for")),
+        Change(f"{_BUFFERS}:ParamAndGradBuffer._init_each_parameter_group_buffers", ours(_OURS, "around_init_buffers")),
+        Change(f"{_BUFFERS}:AllGatherPipeline.wait_bucket_ready", ours(_OURS, "around_wait_bucket_ready")),
     ),
     versions=">=0.19.2,<0.20",
     why="quantized parameters are Transformer Engine's classes there, one byte an element in one buffer and no scales",

@@ -107,21 +107,26 @@ class GroupGather:
         self.stepped = False  # masters have moved since the last cast
         for param in self.params:
             param._stale.owner.check_split()
-            param.own_memory()  # which is resized: not one of experts
-        self._plan()
-        for param in self.params:
-            param._stale.owner.gather = self
+        self.plan()
         for buffer in filter(None, (weights, group.transpose_weight_buffer)):
             buffer.gather = self
 
-    def _plan(self) -> None:
+    def plan(self) -> None:
         """Shares of the parameters as they are now. Gathers under way are of the old ones, and forgotten."""
-        self.quantizers = [p.quantizer for p in self.params]
+        _allot([b for p in self.params for s in (p.rowwise, p.columnwise) if s is not None for b in s.buffers().values()])
+        owners = [param._stale.owner for param in self.params]
+        for owner in owners:
+            owner.gather = None
+        for owner in owners:
+            owner.settle()  # payloads of experts may be put together, which moves them: not once it is this group's
+        for owner in owners:
+            owner.gather = self
         self._live: set[bool] = set()  # passes whose bytes are there
         self.apart = self.group.transpose_weight_buffer is not None
         self.passes = {which: self._pass(which) for which in ((FORWARD, BACKWARD) if self.apart else (FORWARD,))}
         for one in self.passes.values() if self.group.model_weight_buffer.is_data_distributed else ():
-            _resize(one.buffers(), 0)
+            _free(one.buffers())
+        self._mark()
 
     def _pass(self, which: bool) -> Pass:
         parts = [self._part(param, which) for param in self.params]
@@ -138,12 +143,11 @@ class GroupGather:
 
     # ---- casts
 
-    def follow(self) -> None:
-        """Meet parameters whose payloads are others now."""
+    def is_current(self) -> bool:
+        """Whether the parameters still hold the payloads that this was planned for."""
         held = [s for p in self.params for s in (p.rowwise, p.columnwise) if s is not None]
         planned = {id(s) for one in self.passes.values() for payloads in one.filled() for s in payloads}
-        if not all(id(s) in planned for s in held):
-            self._plan()
+        return all(id(s) in planned for s in held)
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -165,7 +169,7 @@ class GroupGather:
 
     def follow_formats(self) -> None:
         """Cast anew, from the masters, what a step rule or a switch of recipes changed. A collective."""
-        if self.quantizers != [p.quantizer for p in self.params]:
+        if not self.is_current():
             self.params[0]._megatron_fsdp_model.all_gather_pipeline.reset()  # what was gathered is of the old formats
             self.sync()
 
@@ -186,7 +190,7 @@ class GroupGather:
             return
         received, one.received = one.received.view(self.world, -1), None
         buffers = one.buffers()
-        _resize(buffers, None)
+        _allot(buffers)
         with torch.autograd._unsafe_preserve_version_counter((*one.parts, *buffers)):
             one.shares.scatter(received)
         self._live.add(which)
@@ -195,8 +199,7 @@ class GroupGather:
     def release(self, which: bool) -> None:
         """Free what no other pass needs."""
         self._live.discard(which)
-        live = {_storage(b) for other in self._live for b in self.passes[other].buffers()}
-        _resize([b for b in self.passes[which].buffers() if _storage(b) not in live], 0)
+        _free(self.passes[which].buffers(), [b for other in self._live for b in self.passes[other].buffers()])
         self._mark()
 
     def _mark(self) -> None:
@@ -221,21 +224,37 @@ def _ranges(masters: DataParallelBuffer, world: int) -> list[list[tuple[int, int
     return [[of(rank, start, item.size) for start, item in zip(starts, items)] for rank in range(world)]
 
 
-def _storage(buffer: torch.Tensor) -> int:
-    return buffer.untyped_storage()._cdata
+def _storages(buffers: list[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
+    """The memory that these buffers are in; those of experts that run at once share theirs."""
+    return {(storage := buffer.untyped_storage())._cdata: storage for buffer in buffers}
 
 
-def _resize(buffers: list[torch.Tensor], size: int | None) -> None:
-    """Give the buffers' memory back (0), or have it again (None)."""
+def _allot(buffers: list[torch.Tensor]) -> None:
+    """Have the buffers' memory. All that share some come together."""
+    sizes: dict[int, int] = {}
     for buffer in buffers:
-        buffer.untyped_storage().resize_(buffer.numel() * buffer.itemsize if size is None else size)
+        end = (buffer.storage_offset() + buffer.numel()) * buffer.itemsize
+        key = buffer.untyped_storage()._cdata
+        sizes[key] = max(sizes.get(key, 0), end)
+    for key, storage in _storages(buffers).items():
+        if storage.nbytes() < sizes[key]:  # another group may have more of it
+            storage.resize_(sizes[key])
+
+
+def _free(buffers: list[torch.Tensor], but=()) -> None:
+    """Give the buffers' memory back, but what others of these are in."""
+    kept = _storages(but)
+    for key, storage in _storages(buffers).items():
+        if key not in kept:
+            storage.resize_(0)
 
 
 @torch.no_grad()
 def cast_groups(gathers: list[GroupGather]) -> None:
     """New bytes from the masters, amaxes of all of them in one collective a process group. A collective."""
     for gather in gathers:
-        gather.follow()
+        if not gather.is_current():
+            gather.plan()
     by_group: dict = {}
     for gather in gathers:
         by_group.setdefault(gather.process_group, []).append(gather)

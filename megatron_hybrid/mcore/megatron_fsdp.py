@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-SHARDED_WEIGHTS = "optim_grads_params"  # of --data-parallel-sharding-strategy: weights' memory comes and goes
+from ..model_shape import SHARDED_WEIGHTS
 
 
 def prepare(chunks: list, args, controller) -> list:

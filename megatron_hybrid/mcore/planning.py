@@ -16,11 +16,12 @@ from ..explain import Table, explain
 from ..formats import DIRECTIONS
 from ..grouped_at_once import build, why_not
 from ..model_shape import LinearShape, ModelShape
-from ..plan import GRAD_OUTPUT, GemmPlan, build_plan
+from ..plan import GRAD_OUTPUT, ORIGINAL, PAYLOAD, WEIGHT, GemmPlan, build_plan
 from ..recipe import Recipe
 from ..roles import DPA, ModuleRole
 from ..sharding import HIGH_PRECISION, Sharding, block_along
-from .modules import enumerate_modules
+from ..weights import QUANTIZED
+from .modules import OUTPUT_LAYER, enumerate_modules
 
 
 def with_bf16_edges(recipe: Recipe, config) -> Recipe:
@@ -76,8 +77,10 @@ def plan_model(
 ) -> dict[str, GemmPlan]:
     """Plans of all linears of the whole model at a step, by `modules_alike`'s name. Raises `PlanError` for what
     cannot run here. shape: sizes and ranks, without which plans are those of one rank."""
+    casts_in_backward = shape is not None and shape.shards_weights and recipe.weights != QUANTIZED
+    save_weight = ORIGINAL if casts_in_backward else PAYLOAD
     return {
-        label: build_plan(resolved, label, device, sharding=sharding(roles[0], shape))
+        label: build_plan(resolved, label, device, save_weight=save_weight, sharding=sharding(roles[0], shape))
         for label, roles, resolved in modules_alike(recipe, config, step)
     }
 
@@ -119,15 +122,18 @@ def explained(at_step: dict[int, dict[str, GemmPlan]], shape: ModelShape) -> Ite
     for step, plans in at_step.items():
         if len(at_step) > 1:
             yield f"from iteration {step} on:"
-        sizes = {label: _size(label, roles, shape) for label in plans}
+        sizes = {label: _size(label, plan, roles, shape) for label, plan in plans.items()}
         yield explain(list(plans.items()), sizes)
         yield from grouped_notes(plans, sizes)
 
 
-def _size(label: str, roles: dict[str, ModuleRole], shape: ModelShape) -> LinearShape | None:
-    """Of a row of `modules_alike`; its experts are those of the rank that has most of them."""
+def _size(label: str, plan: GemmPlan, roles: dict[str, ModuleRole], shape: ModelShape) -> LinearShape | None:
+    """Of a row of `modules_alike`; its experts are those of the rank that has most of them. Payloads of the output layer
+    stay where it is Megatron-FSDP that brings them: it is no unit there."""
     name, _, experts = label.partition(" experts ")
     size = shape.linear(roles[name])
+    if size is not None and name == OUTPUT_LAYER and plan.saved[WEIGHT] != ORIGINAL:
+        size = replace(size, sharded_weight=False)
     if size is None or not experts:
         return size
     first, last = map(int, experts.split(":"))

@@ -88,10 +88,6 @@ def _check_megatron_fsdp(args) -> None:
             f"--num-distributed-optimizer-instances {instances}", instances > 1,
             "it does not reduce a single microbatch's gradients over the instances",
         ),
-        (
-            "--moe-grouped-gemm with --save or --load", args.moe_grouped_gemm and bool(args.save or args.load),
-            "its checkpoints have a weight an expert, and these experts have one together; leave --moe-grouped-gemm out",
-        ),
     ):  # fmt: skip
         if given:
             raise UserError(f"--use-megatron-fsdp beside {flags}: {why}")

@@ -73,10 +73,6 @@ TABLE = {
         [*MEGATRON_FSDP, "--num-distributed-optimizer-instances", "2"],
         ["--use-megatron-fsdp beside --num-distributed-optimizer-instances 2"],
     ),
-    "megatron_fsdp_experts": (
-        [*MEGATRON_FSDP, "--num-experts", "4", "--moe-grouped-gemm", "--save", "{folder}/fsdp"],
-        ["--use-megatron-fsdp beside --moe-grouped-gemm with --save or --load", "a weight an expert"],
-    ),
     "megatron_fsdp_quantized": (
         [*MEGATRON_FSDP, "--hq-recipe", "{folder}/lives.yaml", "--megatron-fsdp-main-params-dtype", "bf16"],
         ["with `weights: quantized` needs --megatron-fsdp-main-params-dtype fp32"],

@@ -44,7 +44,8 @@ def resumed(name: str, recipe: str, *flags: str) -> list[Case]:
 
 EXACT = ["bf16", "fp8_current", "fp8_delayed", MIXED, "tp2", "cp2", "experts", "two-optim"]
 CLOSE = ["two-optim_grads", "two-optim_grads_params", "head", "ep2"]
-RESUMED = ["r-delayed", "r-optim", "r-grads", "r-experts", "r-ep2"]
+RESUMED = ["r-delayed", "r-optim", "r-grads", "r-experts", "r-ep2", "r-grouped", "r-grouped-optim", "r-grouped-ep2"]
+GROUPED = [*EXPERTS, "--moe-grouped-gemm"]
 CASES = [
     *(c for recipe in EXACT[:4] for c in both(recipe, recipe)),
     *both("tp2", MIXED, *TP2),
@@ -61,6 +62,10 @@ CASES = [
     *resumed("r-grads", MIXED, *FSDP, "optim_grads"),
     *resumed("r-experts", OF_EXPERTS, *EXPERTS, *SHARDED),
     *resumed("r-ep2", OF_EXPERTS, *EXPERTS, *EP2, *SHARDED),
+    *resumed("r-grouped", "fp8_delayed", *GROUPED, *SHARDED),
+    *resumed("r-grouped-optim", OF_EXPERTS, *GROUPED, *FSDP, "optim"),
+    *resumed("r-grouped-ep2", "fp8_delayed", *GROUPED, *EP2, *SHARDED),
+    case("r-grouped-one", "fp8_delayed", *GROUPED, *SHARDED, "--load", "{folder}/r-grouped-ep2", "--ckpt-step", "2"),
 ]
 
 
@@ -108,3 +113,22 @@ def test_resume_is_bit_exact(runs, name):
     whole, resumed = numbers(runs, f"{name}-whole"), numbers(runs, f"{name}-resumed")
     assert sorted(resumed) == [3, 4]
     same(resumed, whole)
+
+
+def test_experts_go_on_with_other_numbers_of_ranks(runs):
+    """Every expert is the one that it was, moments and scales included."""
+    whole, resumed = numbers(runs, "r-grouped-ep2-whole"), numbers(runs, "r-grouped-one")
+    assert sorted(resumed) == [3, 4]
+    for iteration, entry in resumed.items():
+        assert entry["loss"] == pytest.approx(whole[iteration]["loss"], rel=2.0**-10)
+
+
+def test_files_have_a_tensor_an_expert(runs):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    found = FileSystemReader(runs[0] / "r-grouped-ep2" / "iter_0000002").read_metadata().state_dict_metadata
+    experts = {key for key in found if ".experts.linear_fc1.weight" in key and key.startswith("model.")}
+    names = {key.rpartition(".")[2] for key in experts}
+    assert names == {f"weight{e}_{part}" for e in range(4) for part in "wv"}, names
+    histories = {key.partition(".linear_fc1.hq.")[2].partition(".")[0] for key in found if ".linear_fc1.hq." in key}
+    assert histories >= {"0", "1", "2", "3"}, histories

@@ -1,4 +1,7 @@
-"""Megatron-FSDP that gathers payloads of weights that live quantized: losses, bytes, checkpoints, in one launch of two ranks."""
+"""Megatron-FSDP that gathers payloads of weights that live quantized: losses, bytes, checkpoints.
+
+One launch of two ranks, and one of four, two of them tensor-parallel.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +46,8 @@ RECIPES = {
     "derived": ("mxfp8", ROWS | {"defaults": {"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "mxfp8_e4m3"} | DERIVED}),
     "steps": (MIXED, LIVES | LATE),
     "head": ("mxfp8", LIVES | {"lm_head": True}),
-    "alike": ("mxfp8", LIVES),
+    "stacked": ("mxfp8", LIVES),
+    "stacked-steps": ("mxfp8", LIVES | LATE),
 }
 
 
@@ -66,25 +70,29 @@ def resumed(name: str, recipe: str, *flags: str, **kw) -> list[Case]:
 
 AS_ELSEWHERE = {  # a run -> the same under the distributed optimizer, or with weights in high precision
     "lives": "lives-plain", "optim": "lives-plain", "grads": "lives-plain", "delayed": "delayed-plain", "derived": "derived-plain",
-    "steps": "steps-plain", "tp2": "tp2-plain", "experts": "experts-plain", "rounded": "plain",
-    "grouped": "grouped-plain", "grouped-grads": "grouped-plain",
+    "steps": "steps-plain", "tp2": "tp2-plain", "experts": "experts-plain", "grouped": "grouped-plain",
+    "stacked": "stacked-plain", "stacked-grads": "stacked-plain", "stacked-steps": "stacked-steps-plain", "rounded": "plain",
 }  # fmt: skip
 AS_EACH_OTHER = {  # runs under Megatron-FSDP
     "gathers": "lives", "full": "lives", "pools": "lives", "two-gathers": "two", "delayed_gathers": "delayed",
 }  # fmt: skip
-RESUMED = ["lives", "grads", "delayed", "delayed_gathers", "derived", "ep2"]
+RESUMED = ["lives", "grads", "delayed", "delayed_gathers", "derived", "ep2", "grouped", "grouped-ep2"]
 CHECKED = ["lives", "grads", "tiles", "squares", "current", "derived", "head"]
 CASES = [
     *(case(f"{name}-plain", name, fsdp=None) for name in ("lives", "delayed", "derived", "steps")),
     case("tp2-plain", "derived", *TP2, fsdp=None),
     case("experts-plain", "lives", *EXPERTS, fsdp=None),
-    case("grouped-plain", "alike", *GROUPED, fsdp=None),
+    case("grouped-plain", "delayed", *GROUPED, fsdp=None),
+    *(case(f"{name}-plain", name, *GROUPED, fsdp=None) for name in ("stacked", "stacked-steps")),
+    *(case(name, name, *GROUPED, mode="check") for name in ("stacked", "stacked-steps")),
     *resumed("lives", "lives", mode="check"),
     *resumed("grads", "lives", fsdp=GRADS, mode="check"),
     *resumed("delayed", "delayed"),
     *resumed("delayed_gathers", "delayed_gathers"),
     *resumed("derived", "derived", mode="check"),
     *resumed("ep2", "lives", *EXPERTS, *EP2),
+    *resumed("grouped", "delayed", *GROUPED),
+    *resumed("grouped-ep2", "delayed", *GROUPED, *EP2),
     case("optim", "lives", fsdp=OPTIM),
     case("plain", "plain"),
     *(case(name, name) for name in ("rounded", "gathers", "steps")),
@@ -95,17 +103,23 @@ CASES = [
     case("two-gathers", "gathers", *TWO_MICROBATCHES),
     case("tp2", "derived", *TP2),
     case("experts", "lives", *EXPERTS),
-    case("grouped", "alike", *GROUPED),
-    case("grouped-grads", "alike", *GROUPED, fsdp=GRADS),
+    case("stacked-grads", "stacked", *GROUPED, fsdp=GRADS),
 ]
+TP2_DP2 = ["derived", "current"]  # a column from the row, with an amax over all shards; one scale a tensor
+WIDE = [case(f"{name}-{kind}", name, *TP2, fsdp=fsdp, ranks=4) for name in TP2_DP2 for kind, fsdp in
+        (("fsdp", SHARDED), ("plain", None))]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("payloads")
+    folder = with_recipes(tmp_path_factory.mktemp("payloads"))
+    return folder, run_cases(CASES, folder, timeout=900)
+
+
+def with_recipes(folder):
     for name, (base, fields) in RECIPES.items():
         (folder / f"{name}.json").write_text(json.dumps({**mh.Recipe.load(base).to_dict(), **fields, "name": name}))
-    return folder, run_cases(CASES, folder, timeout=900)
+    return folder
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES])
@@ -122,6 +136,19 @@ def test_losses_are_those_of_the_distributed_optimizer_and_of_high_precision_wei
     assert found[4]["loss"] < found[1]["loss"]
     for iteration, entry in found.items():
         assert entry["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=2.0**-20)
+
+
+@pytest.fixture(scope="module")
+def wide_runs(tmp_path_factory):
+    folder = with_recipes(tmp_path_factory.mktemp("wide"))
+    return folder, run_cases(WIDE, folder, timeout=400, ranks=4)
+
+
+@pytest.mark.parametrize("name", TP2_DP2)
+def test_tensor_parallel_shards_that_are_sharded_again(wide_runs, name):
+    for kind in ("fsdp", "plain"):
+        assert_ended(wide_runs[1][f"{name}-{kind}"])
+    same(numbers(wide_runs, f"{name}-fsdp"), numbers(wide_runs, f"{name}-plain"), but=("ms", "grad_norm"))
 
 
 @pytest.mark.parametrize("name", AS_EACH_OTHER)
@@ -164,7 +191,7 @@ def test_where_weights_stay_one_gather_a_step_brings_both(runs):
     assert {size: n for (dtype, size), n in gathers(runs, "optim").items() if dtype == "uint8"} == sent
 
 
-@pytest.mark.parametrize("name", ["lives", "grads", "delayed", "derived", "ep2"])
+@pytest.mark.parametrize("name", ["lives", "grads", "delayed", "derived", "ep2", "grouped-ep2"])
 def test_every_weight_moves(runs, name, tmp_path):
     states = []
     for step in (2, 4):

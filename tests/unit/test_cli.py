@@ -81,6 +81,22 @@ def test_explain_counts_the_experts_of_a_rank(capsys, tmp_path):
     assert dgrad.split("weight columnwise")[1].split()[:2] == format_bytes(int(weight)).split()
 
 
+@pytest.mark.parametrize("weights, strategy, bytes_kept", [
+    ("high_precision", "optim_grads_params", 0), ("quantized", "optim_grads_params", 0), ("high_precision", "optim_grads", 1),
+])  # fmt: skip
+def test_explain_counts_no_weight_whose_memory_comes_and_goes(weights, strategy, bytes_kept, capsys, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"version: 1\nname: r\ndefaults: mxfp8_e4m3\nweights: {weights}\nparam_gather: both\n")
+    path = model_file(tmp_path, **{"use-megatron-fsdp": True, "data-parallel-sharding-strategy": strategy})
+    _, out, _ = run(capsys, "explain", "--recipe", str(recipe), "--model", path, "--device", "cpu")
+    dgrad = next(line for line in out.splitlines() if line.startswith("decoder") and line.split()[1] == "dgrad")
+    kept = "original" if (weights, bytes_kept) == ("high_precision", 0) else "columnwise"
+    saved = dgrad.split(f"weight {kept}")[1].split()
+    assert (saved[0] == "0") == (bytes_kept == 0), dgrad
+    (held,) = [line for line in out.splitlines() if line.startswith("cast weights")]
+    assert held.startswith("cast weights, held through a step: 0 beside") == (bytes_kept == 0), held
+
+
 KEEPING = "bf16 mxfp8 mxfp8_fprop_nvfp4_bwd fp8_current fp8_block hp_fprop_mxfp8_bwd mxfp8_fprop_hp_bwd".split()
 
 

@@ -131,7 +131,8 @@ def reload_by_assignment(m):
 
 def take_memory_of_their_own(m):
     for weight in m.weights():
-        weight.own_memory()
+        rowwise, columnwise = ({} if s is None else s.buffers() for s in (weight.rowwise, weight.columnwise))
+        weight.take_buffers(*({n: t.clone() for n, t in held.items()} for held in (rowwise, columnwise)))
         assert weight.rowwise.qdata.untyped_storage().nbytes() == weight.rowwise.qdata.nbytes
     return m
 
