@@ -10,6 +10,7 @@ own. The recipe reaches the model as `--spec`, whatever way the script builds it
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import io
 import runpy
@@ -29,8 +30,10 @@ def prepare(*, hybrid_models: bool = False) -> None:
     hybrid_models: the script gives hybrid models their layers (`mcore.hybrid_model.configure`); else they are refused.
 
     Raises `UserError` when Megatron-Core is missing or of another version, and `RecipeError` for a recipe that does
-    not load, before the long imports.
+    not load, before the long imports. From here on a crash in compiled code prints the Python stack of every thread.
     """
+    if not faulthandler.is_enabled():
+        faulthandler.enable()
     from .mcore import versions
     from .recipe import Recipe
 

@@ -54,11 +54,15 @@ class TensorParallel(Communication):
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()
+        self._coalesces = "cuda:nccl" in dist.get_backend_config(group)
 
     def start_max(self, amaxes: list[torch.Tensor]):
         return start_max(amaxes, self.group)
 
     def start_gather(self, *tensors: torch.Tensor):
+        """Start gathering the ranks' tensors along dimension 0, several in one collective."""
+        if len(tensors) > 1 and not (self._coalesces and tensors[0].is_cuda):
+            return self._start_packed_gather(tensors)
         whole = [x.new_empty(x.shape[0] * self.size, *x.shape[1:]) for x in tensors]
         if len(tensors) == 1:
             work = dist.all_gather_into_tensor(whole[0], tensors[0], group=self.group, async_op=True)
@@ -68,6 +72,22 @@ class TensorParallel(Communication):
         def finish(_keep_alive=tensors):
             work.wait()
             return whole
+
+        return finish
+
+    def _start_packed_gather(self, tensors):
+        """The same in one buffer of bytes, where there is no NCCL. Gloo's coalesced gather packs too, but its threads write
+        the operation's name into the group's status at once: it does not fit into the string, and the heap breaks."""
+        parts = [x.flatten() for x in _as_bytes(tensors)]
+        own = torch.cat(parts)
+        packed = own.new_empty(self.size, own.numel())
+        work = dist.all_gather_into_tensor(packed.view(-1), own, group=self.group, async_op=True)
+
+        def finish(_keep_alive=own):
+            work.wait()
+            pieces = packed.split([part.numel() for part in parts], dim=1)
+            shapes = [(x.shape[0] * self.size, *x.shape[1:]) for x in tensors]
+            return [p.contiguous().view(x.dtype).view(shape) for p, x, shape in zip(pieces, tensors, shapes)]
 
         return finish
 

@@ -91,12 +91,13 @@ def torchrun(nproc, script, *args, env=None, timeout=240, check=True, cwd=None):
 
 
 def _environment(extra) -> dict[str, str]:
-    """This process's environment: one thread a rank, the repository importable, ``extra`` on top."""
+    """This process's environment: one thread a rank, the repository importable, stacks on a crash, ``extra`` on top."""
     environment = dict(os.environ)
     path = [str(REPOSITORY), environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(part for part in path if part)
     environment["OMP_NUM_THREADS"] = "1"
     environment["PYTHONUNBUFFERED"] = "1"
+    environment["PYTHONFAULTHANDLER"] = "1"
     environment.update({name: str(value) for name, value in (extra or {}).items()})
     return environment
 

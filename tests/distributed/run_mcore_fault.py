@@ -2,9 +2,10 @@
 
     run_mcore_fault.py FAULT:RANK:ITERATION script.py <its arguments>
 
-FAULT: ``die`` (killed before the iteration), ``nan`` (a weight becomes NaN before it), ``full`` (from then on files
-cannot grow past 100 KB: EFBIG where a full disk says ENOSPC, the same path), ``kill_saving`` (killed during that
-iteration's save, on every rank: tensors are written, what makes them a checkpoint is not).
+FAULT: ``die`` (killed before the iteration), ``crash`` (aborted before it, as the C library does over a broken heap),
+``nan`` (a weight becomes NaN before it), ``full`` (from then on files cannot grow past 100 KB: EFBIG where a full disk
+says ENOSPC, the same path), ``kill_saving`` (killed during that iteration's save, on every rank: tensors are written,
+what makes them a checkpoint is not).
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ def before_iteration(iteration: int, act) -> None:
 
 def die(model) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash(model) -> None:
+    os.abort()
 
 
 def nan(model) -> None:

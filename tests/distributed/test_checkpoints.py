@@ -179,6 +179,16 @@ def test_torchrun_names_the_rank_that_died(tmp_path):
     assert "rank      : 1" in done.stdout and "SIGKILL" in done.stdout, done.stdout[-2000:]
 
 
+def test_a_crash_in_compiled_code_shows_where(tmp_path):
+    """The Python stack of the rank that was aborted, without a setting of the user's, and torchrun's report."""
+    (tmp_path / "both.yaml").write_text(BOTH)
+    argv = [word.format(folder=tmp_path) for word in run("crashes", *CHOSEN, *TP2).argv[1:]]
+    done = torchrun(2, FAULT, "crash:1:3", SCRIPT, *argv, check=False, timeout=2 * SECONDS, env={"PYTHONFAULTHANDLER": ""})
+    assert done.returncode != 0
+    assert "Fatal Python error: Aborted" in done.stdout and "in train_step" in done.stdout, done.stdout[-3000:]
+    assert "rank      : 1" in done.stdout and "SIGABRT" in done.stdout, done.stdout[-2000:]
+
+
 def test_nan_on_one_rank_is_named_and_ends_all(runs):
     done = runs[1]["nan"]
     assert all(code not in (0, 124) for code in done.exit) and seconds(runs, "nan") < SECONDS
