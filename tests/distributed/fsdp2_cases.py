@@ -41,3 +41,19 @@ def assert_same(a, b):
 
 def sgd(model):
     return torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def trained(model, ctl, optimizer, batch, steps, group=None, forward=None):
+    """Losses of two microbatches a step, `batch(step, microbatch)`, and the whole weights at the end."""
+    losses = []
+    for i in range(1, steps + 1):
+        ctl.begin_step(i)
+        for j in range(2):
+            ctl.microbatch(j)
+            loss = (forward or model)(batch(i, j)).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+        ctl.end_step(group)
+    return losses, [full(p).detach().clone() for p in model.parameters()]

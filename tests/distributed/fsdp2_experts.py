@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from fsdp2_cases import DEVICE, WORLD, assert_same, full, sgd, weight_recipe
+from fsdp2_cases import DEVICE, WORLD, assert_same, full, sgd, trained, weight_recipe
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -58,23 +58,18 @@ def build_experts(recipe, *, gather=True, one_by_one=False, recompute=False, num
     return model, ctl, mh.gather_quantized(model, ctl, recompute=recompute) if gather else None
 
 
+def expert_batch(step, micro):
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + dist.get_rank())
+    return torch.randn(40, SIZES[0], generator=generator, device="cpu").to(DEVICE)
+
+
 def train_experts(model, ctl, steps=3, group=None, recompute=False, make=sgd):
     """Losses and whole weights."""
-    losses, optimizer = [], make(model)
-    for i in range(1, steps + 1):
-        ctl.begin_step(i)
-        for j in range(2):
-            ctl.microbatch(j)
-            generator = torch.Generator().manual_seed(100 * i + 10 * j + dist.get_rank())
-            x = torch.randn(40, SIZES[0], generator=generator, device="cpu").to(DEVICE)
-            y = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
-            loss = y.square().sum()
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        ctl.end_step(group)
-    return losses, [full(p).detach().clone() for p in model.parameters()]
+
+    def recomputed(x):
+        return checkpoint(model, x, use_reentrant=False)
+
+    return trained(model, ctl, make(model), expert_batch, steps, group, recomputed if recompute else model)
 
 
 def check_experts_bytes_are_the_unsharded_weights():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from checks import arguments, raises, run_checks, start
-from fsdp2_cases import DEVICE, WORLD, assert_same, full, sgd, weight_recipe
+from fsdp2_cases import DEVICE, WORLD, assert_same, full, sgd, trained, weight_recipe
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -70,18 +70,7 @@ def batch(step, micro, rank=None):
 
 def train(model, ctl, optimizer, steps=3, group=None):
     """Losses, and the whole weights at the end."""
-    losses = []
-    for i in range(1, steps + 1):
-        ctl.begin_step(i)
-        for j in range(2):
-            ctl.microbatch(j)
-            loss = model(batch(i, j)).square().sum()
-            loss.backward()
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-        ctl.end_step(group)
-    return losses, [full(p).detach().clone() for p in model.parameters()]
+    return trained(model, ctl, optimizer, batch, steps, group)
 
 
 def check_gathered_bytes_are_the_unsharded_weights():
