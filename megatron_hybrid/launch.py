@@ -32,8 +32,9 @@ def prepare(*, hybrid_models: bool = False) -> None:
     Raises `UserError` when Megatron-Core is missing or of another version, and `RecipeError` for a recipe that does
     not load, before the long imports. From here on a crash in compiled code prints the Python stack of every thread.
     """
-    if not faulthandler.is_enabled():
-        faulthandler.enable()
+    with contextlib.suppress(AttributeError, RuntimeError, io.UnsupportedOperation):  # a stderr that is no file
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
     from .mcore import versions
     from .recipe import Recipe
 

@@ -36,7 +36,8 @@ class WeightAmaxes:
 
     They are found at the first request after an `invalidate`, or for a weight that was written since, for all weights at
     once, so every rank must ask at the same point, and all weights must be there: not with gathers of parameters that run
-    layer by layer.
+    layer by layer. Who writes a weight must write it on all of these ranks, as optimizers and loads do: else the one that
+    did waits for the others.
 
     weights: `LinearRuntime` -> a function that gives its weight (N, K) of now, or None.
     """

@@ -87,7 +87,8 @@ class TensorParallel(Communication):
             work.wait()
             pieces = packed.split([part.numel() for part in parts], dim=1)
             shapes = [(x.shape[0] * self.size, *x.shape[1:]) for x in tensors]
-            return [p.contiguous().view(x.dtype).view(shape) for p, x, shape in zip(pieces, tensors, shapes)]
+            copies = [piece.clone(memory_format=torch.contiguous_format) for piece in pieces]  # aligned for their types
+            return [copy.view(x.dtype).view(shape) for copy, x, shape in zip(copies, tensors, shapes)]
 
         return finish
 

@@ -166,3 +166,18 @@ def test_c23_high_precision_gathers_and_cut_blocks_are_said():
     odd = ModelShape(1, 240, 4, 300, 60, 4, 128, 2, 512, tensor_model_parallel_size=2)
     plans = planning.plan_model(mh.Recipe.load("mxfp8"), odd, "cpu", shape=odd)
     assert any("linear_fc2" in name for name in planning.cut_shards(plans)["weight.rowwise mxfp8_e4m3"])
+
+
+def test_a_packed_gather_of_one_rank_gives_what_was_put_in():
+    """Codes of an odd number of bytes before FP32 scales."""
+    import torch.distributed as dist
+
+    from megatron_hybrid.distributed.tp import TensorParallel
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        codes, scales = torch.arange(3, dtype=torch.uint8).view(1, 3), torch.tensor([[0.5]])
+        gathered = TensorParallel(dist.group.WORLD).start_gather(codes, scales)()
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(gathered[0], codes) and torch.equal(gathered[1], scales)
