@@ -33,8 +33,14 @@ class Groups:
 
     @classmethod
     def of(cls, splits, num: int, rows: int, device: torch.device) -> Groups:
-        """Splits that are `Groups` already, of another linear over the same rows, share what is known of them."""
-        return splits if isinstance(splits, cls) else cls(splits, num, rows, device)
+        """Splits that are `Groups` already, of another linear over the same rows, share what is known of them. Raises
+        ``ValueError`` for those of other rows."""
+        if not isinstance(splits, cls):
+            return cls(splits, num, rows, device)
+        if (splits.num, splits.rows, splits.device) != (num, rows, device):
+            found = f"{splits.num} groups of {splits.rows} rows on {splits.device}"
+            raise ValueError(f"m_splits are {found}: expected {num} groups of the {rows} rows of x on {device}")
+        return splits
 
     @property
     def host(self) -> list[int]:

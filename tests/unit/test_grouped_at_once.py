@@ -110,6 +110,19 @@ def test_c13_padding_is_what_wgrad_s_formats_need():
     assert [groups.layout(align).rows for align in (1, 32, 128)] == [83, 64 + 32 + 32, 3 * 128]
 
 
+def test_groups_of_other_rows_are_refused():
+    """`Groups` made once serve several linears, over the same rows alone."""
+    m, groups = grouped(AT_ONCE["mxfp8"]), Groups([10] * EXPERTS, EXPERTS, 10 * EXPERTS, torch.device("cpu"))
+    assert m(randn(10 * EXPERTS, K), groups).shape == (10 * EXPERTS, N)
+    assert Groups.of(groups, EXPERTS, 10 * EXPERTS, torch.device("cpu")) is groups
+    for rows in (10 * EXPERTS - 2, 10 * EXPERTS + 4):
+        with pytest.raises(ValueError, match=rf"{10 * EXPERTS} rows on cpu: expected .* the {rows} rows of x"):
+            m(randn(rows, K), groups)
+    for num, device in ((EXPERTS + 1, "cpu"), (EXPERTS, "meta")):
+        with pytest.raises(ValueError, match=f"expected {num} groups of the {10 * EXPERTS} rows of x on {device}"):
+            Groups.of(groups, num, 10 * EXPERTS, torch.device(device))
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_layouts_place_rows_and_leave_zeros(known):
     """Where only the device knows the sizes there is room for any, and the same rows at the same places."""
