@@ -149,7 +149,7 @@ class WeightOwner:
 
     def requantize(self) -> None:
         """Follow a changed plan: cast anew from the master, the preserved value, else the decode, in that order. Where a
-        gather brings the bytes, there is only the place for them."""
+        gather brings the bytes and the memory, there are only their shapes."""
         t, runtime = self.weight, self._runtime()
         if t is None or t.quantizer == runtime.plan_for(t.device).quantizers[WEIGHT]:
             return
@@ -161,6 +161,9 @@ class WeightOwner:
             trained = t.requires_grad or t.columnwise is not None
             if self.gather is not None and self.gather.brings_bytes:
                 new = unfilled(runtime, t.shape, t.dtype, t.device, trained=trained)
+                for s in filter(None, (new.rowwise, new.columnwise)):
+                    for buffer in s.buffers().values():  # the gather gives them memory, a group of weights at a time
+                        buffer.untyped_storage().resize_(0)
             else:
                 value = t.best_value()
                 if not t.is_kept():
@@ -169,6 +172,7 @@ class WeightOwner:
             new._stale.inherit(marks)
             t.data = new
         torch.autograd.graph.increment_version(t)
+        self._module().leave_payloads()
 
 
 def rounded(src: torch.Tensor, dtype: torch.dtype, recipe) -> torch.Tensor:
@@ -269,6 +273,9 @@ class HoldsWeight:
     def settle_payloads(self) -> None:
         """Have the weights' payloads where calls want them, before someone remembers where they are."""
 
+    def leave_payloads(self) -> None:
+        """Payloads may have been replaced: hold on to none that weights no longer have."""
+
     def _own_weights(self) -> None:
         for name, hq in self.held_weights():
             weight = self._parameters.get(name)
@@ -289,6 +296,7 @@ class HoldsWeight:
             if after._stale is not marks:
                 after._stale.inherit(marks)
             after.__dict__.update(attributes)
+        self.leave_payloads()
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):

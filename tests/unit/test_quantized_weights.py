@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import io
+import types
 
 import pytest
 import torch
@@ -349,6 +350,19 @@ def test_weights_of_an_ordinary_model_do_not_become_quantized_by_a_switch():
 
 def decoded(module):
     return module.weight.detach().dequantize(dtype=torch.float32)
+
+
+def test_formats_that_a_gather_brings_take_no_memory_before_it():
+    rules = [{"match": {"steps": "2:"}, "use": "fp8_block_e4m3"}]
+    module = linear(recipe("mxfp8_e4m3", "nvfp4", "mxfp8_e4m3", rules=rules, top={"weights": "quantized"}))
+    module.hq.weight_owner.gather = types.SimpleNamespace(brings_bytes=True)
+    control = mh.prepare(module)
+    control.begin_step(1)
+    assert module.weight.rowwise.nbytes
+    control.begin_step(2)
+    for s in (module.weight.rowwise, module.weight.columnwise):
+        assert s.format.family == "fp8_block" and s.shape == (N, K) and len(s.buffers()) == 2
+        assert all(t.numel() and not t.untyped_storage().nbytes() for t in s.buffers().values())
 
 
 @pytest.mark.parametrize("element", ["e4m3", "e5m2"])
