@@ -102,8 +102,8 @@ class StackedWeight:
         s = self.payload
         if s.direction == ROWWISE:
             return s
-        turned = {name: self._turned(t) for name, t in s.buffers().items()}
-        codes = self._turned(s.codes())
+        turned = {name: self._turned(t) for name, t in s.buffers().items() if name != "qdata"}
+        codes = self._turned(s.codes())  # which packed ones are not
         turned["qdata"] = pack_fp4(codes) if s.format.bits == 4 else codes
         rows, contraction = self.shape
         return s.changed(direction=ROWWISE, shape=(self.num * rows, contraction), **turned)
