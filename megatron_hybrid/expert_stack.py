@@ -37,6 +37,11 @@ class ExpertStack:
         self.rowwise = self.columnwise = None
         self._held = []
 
+    def forget_left(self, weights: list[torch.Tensor]) -> None:
+        """Let go of the memory if any of these weights has left it."""
+        if _payloads(weights) != self._held:
+            self.forget()
+
     @torch.no_grad()
     def follow(self, weights: list[torch.Tensor]) -> str | None:
         """Move the payloads of these weights (N, K) into common buffers unless they are there. None, or why it cannot be.
@@ -44,8 +49,9 @@ class ExpertStack:
         Parameters get new payloads when they move to a device, are loaded by assignment or change their formats.
         """
         if any(type(weight) is not HybridTensor for weight in weights):
+            self.forget()
             return "some experts' weights live in high precision"
-        payloads = [(weight.rowwise, weight.columnwise) for weight in weights]
+        payloads = _payloads(weights)
         if payloads != self._held:  # storages are equal only to themselves
             if (why := _unlike(weights)) is not None:
                 self.forget()
@@ -53,8 +59,13 @@ class ExpertStack:
             self.rowwise, self.columnwise = (_join(list(one)) for one in zip(*payloads))
             for expert, weight in enumerate(weights):
                 weight.take_buffers(*(_part(s, expert, len(weights)) for s in (self.rowwise, self.columnwise)))
-            self._held = [(weight.rowwise, weight.columnwise) for weight in weights]
+            self._held = _payloads(weights)
         return "an expert's direction is stale" if any(w._stale - w._stale.promised for w in weights) else None
+
+
+def _payloads(weights: list[torch.Tensor]) -> list[tuple]:
+    """(rowwise, columnwise) of each; none of one in high precision."""
+    return [(weight.rowwise, weight.columnwise) if type(weight) is HybridTensor else () for weight in weights]
 
 
 def _unlike(weights: list[HybridTensor]) -> str | None:

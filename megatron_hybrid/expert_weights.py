@@ -48,6 +48,11 @@ class HoldsExpertWeights(HoldsWeight):
         if self.weight is None:
             self.hq.how_each([getattr(weight, "orig_param", weight) for weight in self.weights()])
 
+    def leave_payloads(self) -> None:
+        """Let go of the common memory, where weights have left it."""
+        if self._modules.get("hq") is not None and self.weight is None:
+            self.hq.stack.forget_left([getattr(weight, "orig_param", weight) for weight in self.weights()])
+
     def held_weights(self) -> list[tuple]:
         """(parameter's name, runtime) of the weights that live quantized, one an expert."""
         if self._modules.get("hq") is None or self.weight is not None:
@@ -86,3 +91,4 @@ class HoldsExpertWeights(HoldsWeight):
             plain = [p.dequantize(dtype=p.dtype) if isinstance(p, HybridTensor) else p for p in parts]
             state_dict[whole] = torch.stack(plain)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        self.leave_payloads()

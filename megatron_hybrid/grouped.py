@@ -97,6 +97,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
         first = weights[0]
         how = self._how_for(first.device, first.dtype, (len(weights), *first.shape))
         if isinstance(how, str):
+            self.stack.forget()
             return how
         return self.stack.follow(weights) or self._unready(how.plans[0], weights) or how
 
@@ -110,6 +111,8 @@ class ExpertRuntimes(torch.nn.ModuleList):
 
     def _unready(self, plan: GemmPlan, weights: list[HybridTensor]) -> str | None:
         """Why what these weights hold is not what a call at once reads; dense linears find another way, or say so."""
+        if plan.saved[WEIGHT] == ORIGINAL:
+            return "dgrad reads the original"
         if weights[0].quantizer != plan.quantizers[WEIGHT]:
             return "weights have other formats than the plan"
         if plan.saved[WEIGHT] == COLUMNWISE and self.stack.columnwise is None:

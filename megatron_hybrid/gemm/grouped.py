@@ -231,10 +231,10 @@ def _count(plans, gemm: str) -> None:
 
 
 def _finish(dw: torch.Tensor, dtype, accumulate_into):
-    """`finish` of (E, N, K), into one accumulator or into one an expert."""
+    """`finish` of (E, N, K), into one accumulator or into one an expert, without a copy in the accumulators' dtype."""
     if not isinstance(accumulate_into, list):
         return finish(dw, dtype, accumulate_into)
-    torch._foreach_add_(accumulate_into, list(dw.to(accumulate_into[0].dtype).unbind()))
+    torch._foreach_add_(accumulate_into, list(dw.unbind()))
     return accumulate_into
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from linear_cases import assert_same, counted_casts, gradients, randn, recipe
 from test_quantized_weights import same_bytes
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatron_hybrid as mh
 from megatron_hybrid.formats import COLUMNWISE, ROWWISE
@@ -124,6 +125,14 @@ def test_main_grads_of_experts_accumulate_in_fp32():
     assert_same(*found)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sum_over_experts_goes_to_their_accumulators_without_a_copy(dtype):
+    totals, dw = [randn(N, K, seed=e, dtype=torch.float32) for e in range(E)], torch.stack([randn(N, K, seed=9)] * E).to(dtype)
+    expected = [total + part.float() for total, part in zip(totals, dw)]
+    assert gemms._finish(dw, dtype, totals) is totals
+    assert_same(totals, expected)
+
+
 def reload_by_assignment(m):
     m.load_state_dict({k: v.clone() for k, v in m.state_dict().items()}, assign=True)
     return m
@@ -170,6 +179,47 @@ def test_a_change_of_formats_is_followed():
     assert "fp8_rowwise" in str(models[0].hq.stack.rowwise.format)
 
 
+def switch_to_one_by_one(m):
+    controller = mh.prepare(m, seed=3)
+    controller.switch("fp8_current")
+    controller.begin_step(2)
+
+
+def switch_to_others_at_once(m):
+    controller = mh.prepare(m, seed=3)
+    controller.switch(RECIPES["fp8_rowwise"])
+    controller.begin_step(2)
+
+
+LEAVE = [switch_to_one_by_one, switch_to_others_at_once, lambda m: m.to("meta"), reload_by_assignment]
+
+
+@pytest.mark.parametrize("leave", LEAVE)
+def test_memory_that_weights_have_left_is_let_go(leave):
+    """At once, before any call."""
+    m = grouped(RECIPES["mxfp8"])
+    assert_in_the_stack(m)
+    stack = m.hq.stack
+    held = [StorageWeakRef(t.untyped_storage()) for s in (stack.rowwise, stack.columnwise) for t in s.buffers().values()]
+    assert len(held) == 4 and not any(memory.expired() for memory in held)
+    leave(m)
+    assert all(memory.expired() for memory in held)
+    assert stack.rowwise is None and stack.columnwise is None
+
+
+def test_a_move_to_where_they_are_leaves_weights_in_their_memory():
+    m = grouped(RECIPES["mxfp8"])
+    before = addresses(m)
+    m.to("cpu").bfloat16()
+    assert isinstance(m.how, GroupedPlan) and addresses(m) == before
+
+
+def test_experts_that_are_to_run_one_by_one_keep_memory_of_their_own_alone():
+    m = grouped(RECIPES["mxfp8"])
+    m.hq.one_by_one = True
+    assert m.how == "asked for" and m.hq.stack.rowwise is None
+
+
 def test_what_does_not_run_at_once_says_why():
     assert "a group has one scale" in grouped(recipe(*["fp8_current_e4m3"] * 3)).how
     assert "scale of 8 bytes is not whole 16 bytes" in grouped(RECIPES["fp8_block"], shape=(256, 128)).how
@@ -186,6 +236,10 @@ def test_what_does_not_run_at_once_says_why():
     with mh.quantized_model_init(RECIPES["mxfp8"], requires_grad=False):
         frozen = mh.HybridGroupedLinear(E, K, N, name="fc1", dtype=torch.bfloat16)
     assert frozen.how == "weights hold no columns"
+    casts = grouped(RECIPES["mxfp8"])
+    for runtime in casts.hq:
+        runtime.keep_no_weight()
+    assert casts.how == "dgrad reads the original"
     assert frozen(data()[0], SPLITS).shape == (sum(SPLITS), N)
 
 
