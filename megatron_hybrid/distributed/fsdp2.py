@@ -140,8 +140,10 @@ class GatheredWeight:
     """One sharded weight: casts this rank's rows before a gather, assembles the payloads after it.
 
     Its two hooks sit on the shard as attributes, where FSDP2 looks for them; the shard stays a plain tensor. A grouped
-    weight (E, N, K) has a part an expert, each of them whole on one rank.
+    weight (E, N, K) has a part an expert, each of them whole on one rank; where experts run at once, all in common memory.
     """
+
+    brings_bytes = True  # parts are empty until a gather
 
     def __init__(self, path: str, module, group, p, recompute: bool, mode: Mode):
         self.path, self.recompute, self._mode = path, recompute, mode
@@ -160,8 +162,11 @@ class GatheredWeight:
         self.parts = [unfilled(runtime, shape[-2:], dtype, p.device, trained=True) for runtime in _runtimes(module)]
         for t, runtime in zip(self.parts, _runtimes(module)):
             t._stale.owner = WeightOwner(module, "weight", runtime)
-        together = len(shape) == 3 and not isinstance(module.hq.how_each(self.parts), str)  # then in common memory
         self.tensor = GatheredExperts(tuple(self.parts)) if len(shape) == 3 else self.parts[0]
+        self._at_once = self._runs_at_once()
+        together = self._at_once and not isinstance(module.hq.how_each(self.parts), str)  # then in common memory
+        for t in self.parts:
+            t._stale.owner.gather = self  # which knows from here on where payloads are
         self.passes = {name: self._pass(name, together) for name in (FORWARD, BACKWARD, BOTH)}
         every = self.passes[BOTH].shares.places()
         for one in self.passes.values():
@@ -170,6 +175,10 @@ class GatheredWeight:
                 one.amaxes = torch.tensor(places, dtype=torch.int64, device=p.device)
         for buffer in self.passes[BOTH].buffers:
             buffer.untyped_storage().resize_(0)
+
+    def _runs_at_once(self) -> bool:
+        """Whether plans let experts run at once; those of inputs and gradients have a say too."""
+        return type(self.tensor) is GatheredExperts and not isinstance(self._module.hq.how(self.tensor), str)
 
     def _pass(self, name: str, together: bool) -> Pass:
         parts, mesh = [_filled(t, name) for t in self.parts], self._param.mesh_info
@@ -211,7 +220,7 @@ class GatheredWeight:
         """Meet what may have changed since the last step: the plans, the shard (loads, moves), its values."""
         module, p = self._module, self._param
         quantizers = [runtime.plan_for(p.device).quantizers[WEIGHT] for runtime in _runtimes(module)]
-        if quantizers != [t.quantizer for t in self.parts]:
+        if quantizers != [t.quantizer for t in self.parts] or self._at_once != self._runs_at_once():
             for runtime in _runtimes(module):
                 if (reason := _needs_original(runtime, p.device)) is not None:
                     raise PlanError(f"{runtime.label}: its weight is gathered quantized (gather_quantized), but {reason}")

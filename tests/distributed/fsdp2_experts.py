@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from fsdp2_cases import DEVICE, WORLD, assert_same, full, sgd, trained, weight_recipe
@@ -164,6 +166,24 @@ def check_experts_with_formats_of_their_own():
         results.append((first, train_experts(model, ctl)))
     for found, expected in zip(*results):
         assert_same(found, expected)
+
+
+def check_experts_follow_rules_of_their_inputs():
+    """A step's rule on the input alone: from one by one to at once, whose payloads are in common memory, and back."""
+    pair = "fp8_current_e4m3", "mxfp8_e4m3"  # experts with the first run one by one
+    for (first, then), reshard in itertools.product((pair, pair[::-1]), (True, False)):
+        recipe = weight_recipe("mxfp8_e4m3", "mxfp8_e4m3").to_dict()
+        recipe["defaults"]["fprop"]["input"] = first
+        recipe["rules"] = [{"match": {"steps": "2:4"}, "use": {"fprop": {"input": then}}}]
+        recipe = mh.Recipe.from_dict(recipe)
+        plain = build_experts(recipe, gather=False, reshard_after_forward=reshard)
+        model, ctl, gathers = build_experts(recipe, reshard_after_forward=reshard)
+        together = []
+        for w in gathers.weights:
+            w._module.register_forward_hook(lambda m, *_: together.append(not isinstance(m.hq.how(m.weight), str)))
+        assert_same(train_experts(model, ctl, steps=5), train_experts(*plain[:2], steps=5))
+        at_once = [i in (2, 3) if first == pair[0] else i not in (2, 3) for i in range(1, 6)]
+        assert together == [one for one in at_once for _ in range(4)], together
 
 
 def check_experts_bytes_on_the_wire():
