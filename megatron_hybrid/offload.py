@@ -137,16 +137,25 @@ class ActivationOffload:
 
 
 def _lasting(module: torch.nn.Module):
-    """A function that says whether a tensor's memory outlives the forward anyway: a parameter's, or a cached cast's."""
-    own = {_memory(p) for p in _plain(module.parameters())}
+    """A function that says whether a tensor's memory is not the forward's to free: a parameter's, a cached cast's, or empty
+    until a gather fills it for backward."""
+    own = _memories(module)
+    gathers = any(hasattr(p, "to_local") for p in module.parameters())  # FSDP2, some of them while the forward runs
     caches = [m.weight_cache for m in module.modules() if isinstance(m, LinearRuntime) and m.weight_cache is not None]
 
     def lasts(t: torch.Tensor) -> bool:
+        if t.untyped_storage().size() == 0:
+            return True
         memory = _memory(t)
         cached = (b for cache in caches for s in cache.held() for b in s.buffers().values())
-        return memory in own or any(_memory(b) == memory for b in cached)
+        return memory in (_memories(module) if gathers else own) or any(_memory(b) == memory for b in cached)
 
     return lasts
+
+
+def _memories(module: torch.nn.Module) -> set[int]:
+    """Of the parameters as they are now."""
+    return {_memory(t) for t in _plain(module.parameters())}
 
 
 def _memory(t: torch.Tensor) -> int:
@@ -154,10 +163,12 @@ def _memory(t: torch.Tensor) -> int:
 
 
 def _plain(parameters):
-    """Tensors with memory of their own: of a quantized parameter its payloads' buffers."""
-    for p in parameters:
+    """Tensors with memory of their own: of a quantized parameter its payloads' buffers, of experts that FSDP2 has gathered
+    as payloads those of each, and of what it has not gathered the shard."""
+    for p in (t for p in parameters for t in getattr(p, "experts", (p,))):
         payloads = [s for s in (getattr(p, "rowwise", None), getattr(p, "columnwise", None)) if s is not None]
-        yield from (b for s in payloads for b in s.buffers().values()) if payloads else (p,)
+        whole = p.to_local() if hasattr(p, "to_local") else p
+        yield from (b for s in payloads for b in s.buffers().values()) if payloads else (whole,)
 
 
 def offload_activations(modules: Iterable[torch.nn.Module], *, least_bytes: int = LEAST_BYTES) -> ActivationOffload:

@@ -87,6 +87,10 @@ class StackedWeight:
         stack = stack.reshape(-1, stack.shape[-1])  # a copy of the transposed weight: one cast reads two strides
         return cls(cast(stack, fmt, ROWWISE, dtype=weight.dtype, reduce_amax=reduce_amax), direction, fmt, num)
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """Its tensors, by name."""
+        return {"payload": self.payload} if isinstance(self.payload, torch.Tensor) else self.payload.buffers()
+
     @property
     def shape(self) -> tuple[int, int]:
         """(rows, contraction) of one expert's matrix."""

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import megatron_hybrid as mh
 
@@ -15,10 +18,13 @@ def layers(device="cpu", num=4, width=K):
     )
 
 
-def train(model, recipe, device="cpu", rows=M, microbatches=2, steps=2):
-    """Losses and gradients; the last microbatch's forward comes before the first one's backward, as in a pipeline."""
+def train(model, recipe, device="cpu", rows=M, microbatches=2, steps=2, gather=False):
+    """Losses and gradients; the last microbatch's forward comes before the first one's backward, as in a pipeline. gather:
+    FSDP2 gathers payloads."""
     width = model[0].hidden if hasattr(model[0], "hidden") else next(model.parameters()).shape[-1]
     ctl = mh.prepare(model, recipe, seed=3, num_microbatches=microbatches)
+    if gather:
+        assert len(mh.gather_quantized(model, ctl).weights) == 4
     found = []
     for step in range(1, steps + 1):
         ctl.begin_step(step)
@@ -85,6 +91,62 @@ def test_a_retained_graph_and_evaluation():
     assert offload.bytes == before
     with pytest.raises(ValueError, match="no modules"):
         mh.offload_activations([])
+
+
+class Experts(torch.nn.Module):
+    """A layer of two grouped linears of four experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = (mh.HybridGroupedLinear(4, *pair, dtype=torch.bfloat16) for pair in ((K, 2 * K), (2 * K, K)))
+
+    def forward(self, x):
+        splits = [20, 0, x.shape[0] - 30, 10]
+        return self.down(torch.tanh(self.up(x, splits)), splits)
+
+
+def experts(units=None, reshard=True):
+    """units: "layers" or "linears", what FSDP2 gathers at once."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(Experts(), Experts())
+    if units is not None:
+        linears = [linear for layer in model for linear in (layer.up, layer.down)] if units == "linears" else []
+        for module in (*linears, *model, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=reshard)
+    return model
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_current", "nvfp4_rowscaled_fprop_mxfp8_bwd"])
+def test_grouped_experts_and_their_cached_casts(recipe):
+    """At once or one by one: the same bits, and of the weights nothing moves."""
+    expected, model = train(experts(), recipe), experts()
+    offload = mh.offload_activations(model, least_bytes=1)
+    same(train(model, recipe), expected)
+    assert offload.bytes[0] == offload.bytes[1] > 0
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "recipe, units, reshard",
+    [("mxfp8", "layers", True), ("mxfp8", "linears", True), ("mxfp8", "linears", False), ("fp8_current", "linears", True)],
+)
+def test_experts_that_fsdp2_gathers(one_rank, recipe, units, reshard):
+    """In high precision or as payloads, a layer or a linear at once: the same bits and bytes as without FSDP2."""
+    model = experts()
+    plain = mh.offload_activations(model, least_bytes=1)
+    expected = train(model, recipe, microbatches=1)
+    for gather in (False, True):
+        model = experts(units, reshard)
+        offload = mh.offload_activations(model, least_bytes=1)
+        found = train(model, recipe, microbatches=1, gather=gather)
+        same([t.full_tensor() if hasattr(t, "full_tensor") else t for t in found], expected)
+        assert offload.bytes == plain.bytes, (gather, offload.bytes, plain.bytes)
 
 
 @pytest.mark.gpu
