@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 import torch
 
 from .runtime import LinearRuntime
+from .tensor import HybridTensor
 
 LEAST_BYTES = 1 << 20
 
@@ -166,9 +167,8 @@ def _plain(parameters):
     """Tensors with memory of their own: of a quantized parameter its payloads' buffers, of experts that FSDP2 has gathered
     as payloads those of each, and of what it has not gathered the shard."""
     for p in (t for p in parameters for t in getattr(p, "experts", (p,))):
-        payloads = [s for s in (getattr(p, "rowwise", None), getattr(p, "columnwise", None)) if s is not None]
-        whole = p.to_local() if hasattr(p, "to_local") else p
-        yield from (b for s in payloads for b in s.buffers().values()) if payloads else (whole,)
+        buffers = p.payload_buffers() if isinstance(p, HybridTensor) else ()
+        yield from buffers or (p.to_local() if hasattr(p, "to_local") else p,)
 
 
 def offload_activations(modules: Iterable[torch.nn.Module], *, least_bytes: int = LEAST_BYTES) -> ActivationOffload:

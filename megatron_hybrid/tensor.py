@@ -165,6 +165,14 @@ class HybridTensor(Owned, torch.Tensor):
         """The payload contracted along columns, or None."""
         return self._col
 
+    def payloads(self) -> list[QuantizedStorage]:
+        """Those held, the row first."""
+        return [s for s in (self._row, self._col) if s is not None]
+
+    def payload_buffers(self) -> list[torch.Tensor]:
+        """The tensors that the payloads held consist of."""
+        return [buffer for s in self.payloads() for buffer in s.buffers().values()]
+
     @property
     def quantizer(self) -> HybridQuantizer:
         """What made it, and makes it anew in `update`."""
@@ -208,7 +216,7 @@ class HybridTensor(Owned, torch.Tensor):
     def _pick(self, direction: str | None) -> QuantizedStorage:
         if direction is not None and direction not in DIRECTIONS:
             raise ValueError(f"unknown direction {direction!r}{nearest(str(direction), DIRECTIONS)} Valid: {DIRECTIONS}")
-        held = [s for s in (self._row, self._col) if s is not None]
+        held = self.payloads()
         if direction is not None:
             for s in held:
                 if s.direction == direction:
@@ -345,15 +353,13 @@ class HybridTensor(Owned, torch.Tensor):
 
     def share_memory_(self) -> HybridTensor:
         """Move the payloads' buffers into shared memory."""
-        for s in (self._row, self._col):
-            for buffer in {} if s is None else s.buffers().values():
-                buffer.share_memory_()
+        for buffer in self.payload_buffers():
+            buffer.share_memory_()
         return self
 
     def is_shared(self) -> bool:
         """Whether all of the payloads' buffers lie in shared memory."""
-        held = [buffer for s in (self._row, self._col) if s is not None for buffer in s.buffers().values()]
-        return all(buffer.is_shared() for buffer in held)
+        return all(buffer.is_shared() for buffer in self.payload_buffers())
 
     def describe(self) -> str:
         """The formats held, for messages: ``rowwise=mxfp8_e4m3, columnwise=None``."""

@@ -333,13 +333,9 @@ def _equal(func, a, b):
     )
 
 
-def _buffers(t) -> list[torch.Tensor]:
-    return [b for s in (t.rowwise, t.columnwise) if s is not None for b in s.buffers().values()]
-
-
 @implements(aten.is_pinned.default)
 def _is_pinned(func, t, device=None):
-    return all(b.is_pinned() for b in _buffers(t))
+    return all(b.is_pinned() for b in t.payload_buffers())
 
 
 @implements(aten._pin_memory.default)
@@ -350,5 +346,5 @@ def _pin_memory(func, t, device=None):
 
 @implements(aten.record_stream.default)
 def _record_stream(func, t, stream):
-    for b in _buffers(t):
+    for b in t.payload_buffers():
         b.record_stream(stream)

@@ -24,6 +24,12 @@ class Marks(set):
     preserve = False
     promised = frozenset()
 
+    def filled(self, held, fresh, promised=()) -> None:
+        """A gather has filled the payloads `fresh` of those held, and `promised` directions will be before backward."""
+        for s in held:
+            (self.discard if s in fresh else self.add)(s.direction)
+        self.promised = frozenset(promised)
+
     def follow(self, value: torch.Tensor) -> None:
         """An optimizer's master takes over a value that something else wrote; the next step would undo it."""
         master = None if self.master is None else self.master()

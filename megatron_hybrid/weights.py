@@ -161,9 +161,8 @@ class WeightOwner:
             trained = t.requires_grad or t.columnwise is not None
             if self.gather is not None and self.gather.brings_bytes:
                 new = unfilled(runtime, t.shape, t.dtype, t.device, trained=trained)
-                for s in filter(None, (new.rowwise, new.columnwise)):
-                    for buffer in s.buffers().values():  # the gather gives them memory, a group of weights at a time
-                        buffer.untyped_storage().resize_(0)
+                for buffer in new.payload_buffers():  # the gather gives them memory, a group of weights at a time
+                    buffer.untyped_storage().resize_(0)
             else:
                 value = t.best_value()
                 if not t.is_kept():

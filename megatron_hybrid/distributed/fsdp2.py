@@ -30,7 +30,8 @@ from ..runtime import LinearRuntime
 from ..scaling import Pieces
 from ..tensor import HybridTensor
 from ..weights import WeightOwner, unfilled
-from .param_gather import BOTH, ShardedWeights, derivable, reduce_amaxes
+from .param_gather import BOTH, ShardedWeights, part_read, reduce_amaxes
+from .shard_map import overlap
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -181,9 +182,10 @@ class GatheredWeight:
         return type(self.tensor) is GatheredExperts and not isinstance(self._module.hq.how(self.tensor), str)
 
     def _pass(self, name: str, together: bool) -> Pass:
-        parts, mesh = [_filled(t, name) for t in self.parts], self._param.mesh_info
+        mesh, reads = self._param.mesh_info, dict(forward=name != BACKWARD, backward=name != FORWARD)
+        parts = [part_read(t, **reads) for t in self.parts]
         shares = ShardedWeights(parts, self._ranges(), mesh.shard_mesh_rank, gather=BOTH)
-        held = [s for t in parts for s in (t.rowwise, t.columnwise) if s is not None]
+        held = [s for t in parts for s in t.payloads()]
         if together:
             held = [getattr(self._module.hq.stack, s.direction) for s in held[: len(held) // len(parts)]]
         return Pass(parts, shares, [b for s in held for b in s.buffers().values()])
@@ -195,12 +197,8 @@ class GatheredWeight:
         bounds = [min(rank * each, rows) * row for rank in range(ranks + 1)]
         n = self.parts[0].numel()
         return [
-            [(max(lo, s) - s, min(hi, s + n) - s) if max(lo, s) < min(hi, s + n) else (0, 0) for s in self._starts(n)]
-            for lo, hi in pairwise(bounds)
-        ]  # fmt: skip
-
-    def _starts(self, n: int) -> range:
-        return range(0, n * len(self.parts), n)
+            [overlap(i * n, (i + 1) * n, first, last) for i in range(len(self.parts))] for first, last in pairwise(bounds)
+        ]
 
     def bytes(self, name: str) -> int:
         """Bytes a rank sends in one gather of a pass."""
@@ -297,20 +295,8 @@ class GatheredWeight:
         for received in one.received:
             received.untyped_storage().resize_(0)
         for t, filled in zip(self.parts, one.parts):
-            for s in (t.rowwise, t.columnwise):
-                if s is not None:
-                    is_fresh = s is filled.rowwise or s is filled.columnwise
-                    (t._stale.discard if is_fresh else t._stale.add)(s.direction)
-            t._stale.promised = frozenset(DIRECTIONS[1:]) if name == FORWARD else frozenset()
+            t._stale.filled(t.payloads(), filled.payloads(), DIRECTIONS[1:] if name == FORWARD else ())
         return None if out is not None else (self.tensor, tuple(one.buffers))
-
-
-def _filled(t: HybridTensor, name: str) -> HybridTensor:
-    """A part with the directions that a pass fills. Backward's is dgrad's, and the row where dgrad's follows from it."""
-    row, col = t.rowwise, t.columnwise
-    if name == FORWARD:
-        return t._like(row, None, t.shape, None)
-    return t._like(None if name == BACKWARD and col is not None and not derivable(t) else row, col, t.shape, None)
 
 
 @dataclass(frozen=True)

@@ -40,9 +40,16 @@ def derivable(t: HybridTensor) -> bool:
     return t.quantizer.derives_columnwise or copies_row(t)
 
 
+def part_read(t: HybridTensor, *, forward: bool, backward: bool) -> HybridTensor:
+    """A tensor over the payloads of `t` that passes read: fprop's; dgrad's, and the row where that follows from it."""
+    row, col = t.rowwise, t.columnwise
+    needs_row = forward or col is None or derivable(t)
+    return t._like(row if needs_row else None, col if backward else None, t.shape, None)
+
+
 def gathered(t: HybridTensor, gather: str) -> list[QuantizedStorage]:
     """The payloads of a parameter whose bytes travel. Raises ``ValueError`` for what `gather` cannot do."""
-    held = [s for s in (t.rowwise, t.columnwise) if s is not None]
+    held = t.payloads()
     if t.columnwise is not None and t.rowwise is not None and derivable(t):
         held = [t.rowwise]
     elif gather == ROWWISE and t.columnwise is not None:

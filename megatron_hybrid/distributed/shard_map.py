@@ -13,6 +13,11 @@ from ..formats import Format
 from ..storage import QuantizedStorage
 
 
+def overlap(start: int, stop: int, first: int, last: int) -> tuple[int, int]:
+    """What [first, last) has of [start, stop), both of one buffer, as a flat range of the latter; empty at either end."""
+    return tuple(min(max(x - start, 0), stop - start) for x in (first, last))
+
+
 @dataclass(frozen=True)
 class Grid:
     """Blocks of bm x bk elements over an (M, K) matrix; `itemsize` bytes a block, in row-major order."""

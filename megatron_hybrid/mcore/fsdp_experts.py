@@ -14,6 +14,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
 from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 
+from ..distributed.shard_map import overlap
 from .experts import HybridGroupedParallelLinear
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -85,7 +86,7 @@ def _experts(module, key: str, data, param) -> dict:
         size = template.numel() // len(pieces)
         for suffix, piece in pieces.items():
             first = e * template.numel() + piece * size
-            start, stop = (min(max(x, held.start), held.stop) - held.start for x in (first, first + size))
+            start, stop = overlap(held.start, held.stop, first, first + size)
             like = template[: len(template) // len(pieces)]
             copy_tensor_model_parallel_attributes(like, template)
             found[f"{key}{module.first_expert + e}{suffix}"] = make_fsdp_dtensor(

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import Bucket, DataParallelBuffer
 
-from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights, derivable, reduce_amaxes
+from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights, part_read, reduce_amaxes
+from ..distributed.shard_map import overlap
 from ..formats import COLUMNWISE
 from ..plan import PlanError
 from ..tensor import HybridTensor
@@ -76,12 +77,12 @@ class Pass:
     chunk: torch.Tensor | None = None  # this rank's bytes
     received: torch.Tensor | None = None  # every rank's, from the start of a gather to its end
 
-    def filled(self) -> list[list]:
-        """Of every parameter, the payloads."""
-        return [[s for s in (part.rowwise, part.columnwise) if s is not None] for part in self.parts]
+    def filled(self) -> list:
+        """The payloads of all parameters."""
+        return [s for part in self.parts for s in part.payloads()]
 
     def buffers(self) -> list[torch.Tensor]:
-        return [buffer for payloads in self.filled() for s in payloads for buffer in s.buffers().values()]
+        return [buffer for part in self.parts for buffer in part.payload_buffers()]
 
 
 class GroupGather:
@@ -113,7 +114,7 @@ class GroupGather:
 
     def plan(self) -> None:
         """Shares of the parameters as they are now. Gathers under way are of the old ones, and forgotten."""
-        _allot([b for p in self.params for s in (p.rowwise, p.columnwise) if s is not None for b in s.buffers().values()])
+        _allot([buffer for p in self.params for buffer in p.payload_buffers()])
         owners = [param._stale.owner for param in self.params]
         for owner in owners:
             owner.gather = None
@@ -129,25 +130,17 @@ class GroupGather:
         self._mark()
 
     def _pass(self, which: bool) -> Pass:
-        parts = [self._part(param, which) for param in self.params]
+        reads = dict(forward=which == FORWARD, backward=which == BACKWARD or not self.apart)
+        parts = [part_read(param, **reads) for param in self.params]
         mode = self.params[0]._stale.owner.recipe.param_gather
         return Pass(ShardedWeights(parts, self.ranges, self.rank, gather=mode), parts)
-
-    def _part(self, t: HybridTensor, which: bool) -> HybridTensor:
-        row, col = t.rowwise, t.columnwise
-        if self.apart and which == FORWARD:
-            col = None
-        elif self.apart and col is not None and not derivable(t):
-            row = None
-        return t._like(row, col, t.shape, None)
 
     # ---- casts
 
     def is_current(self) -> bool:
         """Whether the parameters still hold the payloads that this was planned for."""
-        held = [s for p in self.params for s in (p.rowwise, p.columnwise) if s is not None]
-        planned = {id(s) for one in self.passes.values() for payloads in one.filled() for s in payloads}
-        return all(id(s) in planned for s in held)
+        planned = {s for one in self.passes.values() for s in one.filled()}
+        return all(s in planned for p in self.params for s in p.payloads())
 
     @property
     def masters(self) -> list[torch.Tensor]:
@@ -204,24 +197,17 @@ class GroupGather:
 
     def _mark(self) -> None:
         """Say which directions of a parameter are there; backward will have its column."""
-        fresh = {id(s) for which in self._live for payloads in self.passes[which].filled() for s in payloads}
+        fresh = {s for which in self._live for s in self.passes[which].filled()}
         for t in self.params:
-            for s in (t.rowwise, t.columnwise):
-                if s is not None:
-                    (t._stale.discard if id(s) in fresh else t._stale.add)(s.direction)
-            t._stale.promised = frozenset({COLUMNWISE} if self.apart else ())
+            t._stale.filled(t.payloads(), fresh, {COLUMNWISE} if self.apart else ())
 
 
 def _ranges(masters: DataParallelBuffer, world: int) -> list[list[tuple[int, int]]]:
     """ranges[rank][i]: the flat range of parameter i whose master a rank holds."""
     first, shard = masters.bucket_index.global_data_index, masters.bucket_index.size // world
     items = [masters.item_index_map[i] for i in range(len(masters.params))]
-    starts = [item.global_data_index - first for item in items]
-
-    def of(rank: int, start: int, size: int) -> tuple[int, int]:
-        return tuple(min(max(x - start, 0), size) for x in (rank * shard, (rank + 1) * shard))
-
-    return [[of(rank, start, item.size) for start, item in zip(starts, items)] for rank in range(world)]
+    places = [(item.global_data_index - first, item.global_data_index - first + item.size) for item in items]
+    return [[overlap(*place, rank * shard, (rank + 1) * shard) for place in places] for rank in range(world)]
 
 
 def _storages(buffers: list[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights, reduce_amaxes
+from ..distributed.shard_map import overlap
 from ..tensor import HybridTensor
 
 GATHER = "hq_gather"  # attribute of a bucket group
@@ -40,8 +41,7 @@ class BucketGather:
                 start, stop = bucket.param_to_index[param]
                 self.params.append(param)
                 for rank, ranges in enumerate(self.ranges):
-                    a, b = (min(max(x - start, 0), stop - start) for x in (rank * shard, (rank + 1) * shard))
-                    ranges.append((a, b))
+                    ranges.append(overlap(start, stop, rank * shard, (rank + 1) * shard))
         self.stepped = False  # masters have moved since the last cast
         self._pending = None  # (weights, gathered bytes, whether after a step, what to wait for)
         for param in self.params:

@@ -217,11 +217,12 @@ def check_p62_bytes_on_the_wire(ranks: Ranks):
             row = column  # a gradient's directions are both of backward
         if layout == "row SP" and name == "fp8_current":
             column = []  # the same codes as the row's: made from them
-        numbers = [s.number for s in sent if s.name == "all_gather_into_tensor"]
-        gathers = [sum(s.nbytes for s in sent if s.number == number) for number in dict.fromkeys(numbers)]
-        # codes and scales go together
-        assert gathers == [sum(part) for part in (row, column) if part], (layout, name, gathers, row, column)
+        gathers = [s.nbytes for s in sent if s.name == "all_gather_into_tensor"]
+        expected = row + column if ranks.device.type == "cuda" else [sum(part) for part in (row, column) if part]
+        assert gathers == expected, (layout, name, gathers, row, column)
         assert all(s.dtype != torch.bfloat16 for s in sent if s.name == "all_gather_into_tensor")
+        transfers = len({s.number for s in sent if s.name == "all_gather_into_tensor"})
+        assert transfers == bool(row) + bool(column), (layout, name, "codes and scales go together", transfers)
         plan, dims = runtime.plan_for(ranks.device), (N // size, K) if layout == "column SP" else (N, K // size)
         shape = LinearShape(M * size, *dims, gathers=size, gathered=plan.gathered)
         said = sum(shape.gathered_bytes(plan, direction) for direction in ("rowwise", "columnwise"))
