@@ -194,7 +194,6 @@ def reasons_not(row: Row) -> list[str]:
         f"more than {MOST_RANKS} ranks": row.ranks > MOST_RANKS,
         NO_EXPERTS: experts_alone and not row.has_experts,
         NO_MLP: row.recompute == OF_DENSE and row.has_experts,
-        "refused: experts' weights cannot live quantized": row.lives and row.has_experts,
         "refused: quantized weights need the distributed optimizer": row.lives and not row.distributed_optimizer,
         "Megatron: experts under tensor parallelism need sequence parallelism": row.has_experts and row.tensor == "TP 2",
         "Megatron: interleaved stages need as many microbatches": "two stages" in row.stages and row.microbatches < 2,
