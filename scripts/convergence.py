@@ -156,7 +156,9 @@ def environment(args, gpu: int) -> dict[str, str]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     ours = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ours |= {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": str(gpu) if args.device == "gpu" else ""}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")  # a number or a UUID each
+    card = str(gpu) if visible is None else visible.split(",")[gpu]
+    ours |= {"PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": card if args.device == "gpu" else ""}
     return {**os.environ, **ours}
 
 
