@@ -158,7 +158,7 @@ def ours_apart(args, recipe) -> list[Subject]:
     return found
 
 
-def _mlp_apart(mlp, forward_too: bool, hidden_states, per_token_scale=None):
+def _mlp_apart(mlp, forward_too: bool, hidden_states, **others):
     """`FusedMLP.forward` with SwiGLU's gradient, or with both, written in high precision and then cast."""
     h, fc2 = mlp.linear_fc1(hidden_states)[0], mlp.linear_fc2
     forth, _ = swiglu_casts(h, fc2.hq, fc2.weight, training=fc2.training)

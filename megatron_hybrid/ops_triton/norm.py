@@ -3,7 +3,9 @@
     y  = (x - mean) * rstd * gamma + beta                        RMSNorm: mean = 0, no beta
     dx = rstd * (g - xhat * mean(g * xhat) - mean(g)) + dr       g = dy * gamma; RMSNorm: without mean(g)
 
-`dr` is the gradient of a residual stream that starts at x: added here, it costs no pass of its own.
+`dr` is the gradient of a residual stream that starts at x: added here, it costs no pass of its own. It is added to the
+norm's own gradient once that is rounded: bit for bit what autograd gives where the two come from two nodes, so that a layer
+whose norm is recomputed trains like one whose is not.
 """
 
 from __future__ import annotations
@@ -72,7 +74,8 @@ def _norm_backward(
             dbeta += d
             out -= (tl.sum(d_g, axis=1) / N)[:, None]
         out *= rstd
-        if RESIDUAL:
+        if RESIDUAL:  # both rounded, as a sum of two gradients is
+            out = out.to(dx.dtype.element_ty).to(tl.float32)
             out += tl.load(dr + row[:, None] * dr_stride + col, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + row[:, None] * N + col, out, mask=inside)
     where = tl.arange(0, BLOCK)

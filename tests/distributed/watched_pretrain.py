@@ -56,7 +56,8 @@ def whole_master(gather, i: int) -> torch.Tensor:
     pieces = [None] * gather.world
     dist.all_gather_object(pieces, gather.masters[i], group=gather.process_group)
     order = sorted(range(gather.world), key=lambda rank: gather.ranges[rank][i])
-    return torch.cat([pieces[rank].reshape(-1) for rank in order]).view(gather.params[i].shape)
+    device = gather.masters[i].device  # each came on its rank's
+    return torch.cat([pieces[rank].to(device).reshape(-1) for rank in order]).view(gather.params[i].shape)
 
 
 def compare(part, master: torch.Tensor) -> None:
