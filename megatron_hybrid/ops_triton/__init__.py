@@ -1,8 +1,9 @@
 """Fused kernels for what lies between a transformer layer's GEMMs: norms, SwiGLU, rotary embedding, the loss.
 
 Importing this package imports no Triton; its modules do. They run on CUDA, and on the CPU only under Triton's
-interpreter (tests). Everything is computed in FP32 and rounded once on the way out (a norm's gradient before a residual's is added, too); sums over rows run in an order
-that depends on the shape alone, so results repeat bit for bit.
+interpreter (tests). Everything is computed in FP32 and rounded once on the way out (a norm's gradient
+also before a residual's is added to it); sums over rows run in an order that depends on the shape alone, so results repeat
+bit for bit.
 """
 
 from __future__ import annotations
