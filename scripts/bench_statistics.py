@@ -3,8 +3,8 @@
     python scripts/bench_statistics.py [--recipe mxfp8 fp8_current ...] [--every 100] [--json OUT]
 
 One process, one GPU. Recorded and other steps take turns, each timed from start to end on the host, the device waited for.
-The share is (recorded - other) / (N x other), at N = --every; above 3% the exit status is 1. Without a GPU it runs on the
-CPU, for trying the script: give small sizes.
+The share is (recorded - other) / (N x other), at N = --every; above 3% the exit status is 1. GiB is the most that is
+allocated in such a step. Without a GPU it runs on the CPU, for trying the script: give small sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megatron_hybrid.explain import Table
 
 GOAL = 0.03
 RECIPES = ("fp8_current", "fp8_block", "mxfp8", "nvfp4", "mxfp8_fprop_nvfp4_bwd")
-HEADER = ("recipe", "step ms", "recorded ms", "casts", "own figure s", "share", "")
+HEADER = ("recipe", "step ms", "recorded ms", "casts", "own figure s", "GiB", "recorded GiB", "share", "")
 
 
 def parse_args() -> argparse.Namespace:
@@ -37,14 +37,17 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def step_ms(subject, batch) -> float:
+def run_step(subject, batch) -> tuple[float, float]:
+    """Milliseconds of a step, and the most GiB that were allocated in it."""
     if ON_GPU:
         torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
     subject.step(batch)
     if ON_GPU:
         torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e3
+    ms = (time.perf_counter() - start) * 1e3
+    return ms, torch.cuda.max_memory_allocated() / 2**30 if ON_GPU else 0.0
 
 
 def measure(args, recipe: str, folder: Path) -> dict:
@@ -52,15 +55,16 @@ def measure(args, recipe: str, folder: Path) -> dict:
     subject, data, said = ours(args, recipe), batches(args), []
     path = folder / f"{Path(recipe).stem}.jsonl"
     subject.controller.record_statistics(2, path, say=said.append)
-    times: tuple[list, list] = [], []
+    steps: tuple[list, list] = [], []
     for i in range(2 * (args.repeat + 1)):
-        times[i % 2].append(step_ms(subject, data[i % len(data)]))
+        steps[i % 2].append(run_step(subject, data[i % len(data)]))
         clear(subject)
-    plain, recorded = (median(found[1:]) for found in times)
+    (plain, least), (recorded, most) = ([median(found) for found in zip(*turn[1:], strict=True)] for turn in steps)
     casts = len(path.read_text().splitlines()) // (args.repeat + 1)
     own = float(said[-1].split(": ")[1].split(" s")[0])
     share = (recorded - plain) / (args.every * plain)
-    return {"recipe": recipe, "ms": plain, "recorded_ms": recorded, "casts": casts, "own_s": own, "share": share}
+    return {"recipe": recipe, "ms": plain, "recorded_ms": recorded, "casts": casts, "own_s": own, "gib": least,
+            "recorded_gib": most, "share": share}  # fmt: skip
 
 
 def main() -> int:
@@ -71,7 +75,7 @@ def main() -> int:
         rows = [measure(args, recipe, Path(folder)) for recipe in args.recipe]
     cells = [
         (r["recipe"], f"{r['ms']:.1f}", f"{r['recorded_ms']:.1f}", str(r["casts"]), f"{r['own_s']:.2f}",
-         f"{r['share']:.2%}", "met" if r["share"] <= GOAL else "missed") for r in rows
+         f"{r['gib']:.2f}", f"{r['recorded_gib']:.2f}", f"{r['share']:.2%}", "met" if r["share"] <= GOAL else "missed") for r in rows
     ]  # fmt: skip
     card = torch.cuda.get_device_name() if ON_GPU else "CPU"
     note = f"{card}, torch {torch.__version__}; share of the time at one recorded step in {args.every}; goal {GOAL:.0%}"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from .. import ops_triton
 from ..formats import ELEMENTS, ROWWISE, parse_format
 from ..storage import FP8_DTYPES, QuantizedStorage
 
@@ -18,6 +19,7 @@ FIELDS = (
 LOWEST_EXPONENT, HIGHEST_EXPONENT = -150, 128  # of float32 decode scales: power-of-two floor
 _BINS = HIGHEST_EXPONENT - LOWEST_EXPONENT + 1
 _PART = 2**24  # elements summed in FP32
+_RUN = 2**26  # elements transformed at a time
 _BLOCK = 16  # of the Hadamard transform
 _SCALE_OF_ZEROS = 2.0**-127  # the smallest an E8M0 byte can say, which a block of zeros has; E4M3 says 0
 
@@ -38,14 +40,67 @@ def measure(s: QuantizedStorage, x: torch.Tensor) -> Measured:
     signal is |x|^2, noise |x - q|^2 and gain |x|^2 - |q|^2, of which derived numbers keep their digits. With a Hadamard
     transform both are compared in the transformed domain, where the codes are.
     """
+    return measure_fused(s, x) if x.numel() and ops_triton.reason(s.device) is None else measure_by_torch(s, x)
+
+
+def measure_by_torch(s: QuantizedStorage, x: torch.Tensor) -> Measured:
+    """`measure` anywhere, with some 24 bytes an element for FP32 copies of the tensor."""
     decoded = s.decode(torch.empty(s.shape, dtype=torch.float32, device=s.device), inverse_rht=False)
     scale = s.scale_inv()
     numbers = _range(scale)
     if x.numel():
-        reference = hadamard(x.float(), s.direction) if s.format.rht else x.float()
+        reference = hadamard(x, s.direction) if s.format.rht else x.float()
         numbers |= _compare(reference, decoded, s)
     values = [_scalar(numbers.get(name, float("nan")), s.device) for name in FIELDS]
     return Measured(torch.stack(values), exponents(scale))
+
+
+def measure_fused(s: QuantizedStorage, x: torch.Tensor) -> Measured:
+    """`measure` of a tensor that is not empty, by Triton kernels: each buffer is read once, no copy of x is made."""
+    from ..ops_triton import statistics as fused
+
+    block, outer = s.block_scale(), None if s.outer_amax is None else s.outer_scale()
+    inverse = block if outer is None else block * outer
+    of_scales = fused.scales(inverse, _SCALE_OF_ZEROS, LOWEST_EXPONENT, HIGHEST_EXPONENT)
+    numbers = fused.compare(_references(s, x), _stored(s, block, outer), _codes(s.format.element))
+    shares = numbers[1:5] / x.numel()
+    both = (numbers[:1], of_scales.least.view(1), of_scales.most.view(1), shares, numbers[5:])
+    return Measured(torch.cat(both), of_scales.exponents)
+
+
+def _stored(s: QuantizedStorage, block: torch.Tensor, outer: torch.Tensor | None):
+    from ..ops_triton.statistics import Stored
+
+    of_outer = {"none": (None, None), "tensor": (None, None), "row": (1, None) if s.direction == ROWWISE else (None, 1)}
+    sizes = [tuple(n or 0 for n in size) for size in (s.format.block(s.direction), of_outer[s.format.outer_axis])]
+    scales = [block, outer]
+    if s.transposed:
+        sizes, scales = [size[::-1] for size in sizes], [t.T if t is not None and t.dim() else t for t in scales]
+    return Stored(s.qdata.contiguous(), *scales, *sizes)
+
+
+def _references(s: QuantizedStorage, x: torch.Tensor):
+    """(first row, tensor) of runs of rows in the order in which the codes lie; of a transform's FP32 results only a run
+    is there at a time, which begins where a block does."""
+    dim, rows = (1, x.shape[1]) if s.transposed else (0, x.shape[0])
+    step = max(1, _RUN // (x.numel() // rows) // _BLOCK) * _BLOCK if s.format.rht else rows
+    for first in range(0, rows, step):
+        run = x.narrow(dim, first, min(step, rows - first))
+        if s.format.rht:
+            run = hadamard(run, s.direction)
+        yield first, run.T if s.transposed else run
+
+
+@functools.lru_cache(maxsize=None)
+def _codes(element: str):
+    """What the kernels know of an element type."""
+    from ..ops_triton.statistics import Codes
+
+    e, largest = ELEMENTS[element], largest_code(element)
+    mantissa, exponents = e.significant_bits - 1, e.bits - e.significant_bits
+    has_infinity = largest >> mantissa < (1 << exponents) - 1  # as IEEE's types, whose highest exponent has no numbers
+    one = 2.0 ** (127 - ((1 << (exponents - 1)) - 1))
+    return Codes(e.bits, mantissa, one, largest, largest + 1 if has_infinity else -1, _furthest_rounded(element))
 
 
 def _range(scale: torch.Tensor) -> dict:
@@ -107,9 +162,10 @@ def _furthest_rounded(element: str) -> float:
 
 
 def exponents(scale: torch.Tensor) -> torch.Tensor:
-    """int64 counts of floor(log2(scale)) from LOWEST_EXPONENT to HIGHEST_EXPONENT; Inf and NaN count as the highest."""
-    _, power = torch.frexp(scale.reshape(-1))  # scale = mantissa * 2^power, mantissa in [0.5, 1)
-    floor = torch.where(torch.isfinite(scale.reshape(-1)), power.long() - 1, HIGHEST_EXPONENT)
+    """int64 counts of floor(log2(scale)) from LOWEST_EXPONENT, of zeros, to HIGHEST_EXPONENT, of Inf and NaN too."""
+    flat = scale.reshape(-1)
+    _, power = torch.frexp(flat)  # scale = mantissa * 2^power, mantissa in [0.5, 1); 0 * 2^0
+    floor = torch.where(flat == 0, LOWEST_EXPONENT, power.long() - 1).where(torch.isfinite(flat), HIGHEST_EXPONENT)
     bins = torch.zeros(_BINS, dtype=torch.int64, device=scale.device)
     return bins.scatter_add_(
         0, floor.clamp(LOWEST_EXPONENT, HIGHEST_EXPONENT) - LOWEST_EXPONENT, torch.ones_like(floor)
@@ -130,9 +186,14 @@ def _hadamard_matrix(device: torch.device) -> torch.Tensor:
 
 
 def hadamard(x: torch.Tensor, direction: str) -> torch.Tensor:
-    """`x` (M, K) with each full block of 16 along the contraction transformed, to FP32 rounding."""
-    rows = x if direction == ROWWISE else x.T
-    full = rows.shape[1] // _BLOCK * _BLOCK
-    blocks = rows[:, :full].reshape(rows.shape[0], -1, _BLOCK) @ _hadamard_matrix(x.device)
-    out = torch.cat((blocks.reshape(rows.shape[0], full), rows[:, full:]), dim=1)
-    return out if direction == ROWWISE else out.T
+    """`x` (M, K) in FP32 with each full block of 16 along the contraction transformed, to FP32 rounding."""
+    (M, K), matrix = x.shape, _hadamard_matrix(x.device)
+    dim = 1 if direction == ROWWISE else 0
+    count = x.shape[dim] // _BLOCK
+    full = count * _BLOCK
+    blocks = x.narrow(dim, 0, full).float()
+    if direction == ROWWISE:
+        out = (blocks.reshape(M * count, _BLOCK) @ matrix).view(M, full)
+    else:
+        out = torch.bmm(matrix.T.expand(count, -1, -1), blocks.reshape(count, _BLOCK, K)).view(full, K)
+    return out if full == x.shape[dim] else torch.cat((out, x.narrow(dim, full, x.shape[dim] - full).float()), dim)

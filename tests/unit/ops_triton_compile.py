@@ -20,13 +20,17 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from megatron_hybrid.formats import parse_format
 from megatron_hybrid.groups import Groups
+from megatron_hybrid.observe.statistics import measure_fused
 from megatron_hybrid.ops_triton import grouped_columns, grouped_gemm
+from megatron_hybrid.ops_triton import statistics as fused_statistics
 from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
 from megatron_hybrid.ops_triton.norm import norm
 from megatron_hybrid.ops_triton.rotary import split_rotate
 from megatron_hybrid.ops_triton.sums import column_sum
 from megatron_hybrid.ops_triton.swiglu import swiglu
+from megatron_hybrid.storage import QuantizedStorage
 
 HOPPER = GPUTarget("cuda", 90, 32)
 compiled: dict[str, list] = {}
@@ -48,6 +52,9 @@ def compile_only() -> None:
         flags += f" {kwargs['SCALED']}" if "SCALED" in kwargs else ""
         if self.fn is grouped_gemm._rows.fn and args[4].dtype == torch.float32:
             flags += " FP32"
+        if self.fn is fused_statistics._compare.fn:  # decodes as casts do
+            flags = f" {kwargs['HOW'][0]} {kwargs['BLOCK']} {kwargs['ROWS']}"
+            assert not re.search(r"\.ftz|\bfma\.", kernel.asm["ptx"])
         compiled[self.fn.__name__ + flags] = measure(kernel)
         return kernel
 
@@ -84,6 +91,7 @@ def main() -> None:
     cross_entropy(logits * 1, torch.zeros(32, 1, dtype=torch.int64)).sum().backward()
     column_sum(x.detach())
     grouped()
+    statistics()
     json.dump(compiled, sys.stdout)
 
 
@@ -107,6 +115,15 @@ def grouped(E=128, T=1024, K=2048, N=1536) -> None:
         for out in (dw, dw.float()):
             add = out.dtype == torch.float32
             grouped_gemm.multiply_columns(*columns, scale, scale, out, where, kind, fast=False, add=add)
+
+
+def statistics() -> None:
+    """Of payloads by rows and of transposed columns, as recorded steps measure them."""
+    x = torch.zeros(256, 4096, dtype=torch.bfloat16)
+    for name in ("fp8_current_e4m3", "fp8_block_e4m3", "mxfp8_e4m3", "nvfp4"):
+        for direction, transposed in (("rowwise", False), ("columnwise", True)):
+            fmt = parse_format(name)
+            measure_fused(QuantizedStorage.empty(fmt, direction, (256, 4096), x.dtype, "cpu", transposed=transposed), x)
 
 
 if __name__ == "__main__":
