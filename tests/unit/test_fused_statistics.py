@@ -65,23 +65,37 @@ def on_gpu(name, direction, shape=(2048, 4096)):
     return s, x
 
 
+each_kind = pytest.mark.parametrize("name", ["fp8_current_e4m3", "mxfp8_e4m3", "nvfp4:2d", "nvfp4:rht,sr"])
+both_directions = pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
+
+
 @gpu
 @needs_gpu
-@pytest.mark.parametrize("name", ["fp8_current_e4m3", "mxfp8_e4m3", "nvfp4:2d", "nvfp4:rht,sr"])
-@pytest.mark.parametrize("direction", ["rowwise", "columnwise"])
-def test_a_cast_is_measured_by_fifteen_kernels_and_little_memory(name, direction, monkeypatch):
-    monkeypatch.setattr(statistics, "_RUN", 2**22)  # two runs of a transform
+@each_kind
+@both_directions
+def test_a_cast_is_measured_by_fifteen_kernels(name, direction):
     s, x = on_gpu(name, direction)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         measure(s, x)
         torch.cuda.synchronize()
     kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert 5 <= len(kernels) <= 15, kernels
+    transform = 3 if s.format.rht else 0  # to FP32, in the matrix product's layout, the product
+    assert 5 <= len(kernels) <= 15 + transform, kernels
+
+
+@gpu
+@needs_gpu
+@each_kind
+@both_directions
+def test_measuring_a_cast_takes_little_memory(name, direction, monkeypatch):
+    monkeypatch.setattr(statistics, "_RUN", 2**21)  # four runs of a transform
+    s, x = on_gpu(name, direction)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    measure(s, x)
     # FP32 copies of scales of 16 elements, twice; counts of exponents; of a run of a transform two FP32 tensors, and one
-    # of the next while the run before is there
-    allowed = x.numel() + (3 * 4 * 2**22 if s.format.rht else 0)
+    # of the run before
+    allowed = x.numel() + (3 * 4 * 2**21 if s.format.rht else 0)
     assert torch.cuda.max_memory_allocated() - before <= allowed
 
 
