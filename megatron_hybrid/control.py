@@ -23,7 +23,7 @@ import torch
 from .consumer import bind_outputs
 from .distributed.amax import start_max
 from .linear import WeightCache
-from .plan import describe_runs
+from .plan import PlanError, describe_runs
 from .recipe import Recipe
 from .recipe_callable import as_recipe
 from .roles import ModuleRole
@@ -57,6 +57,7 @@ class Controller:
         self.recorder = None  # of statistics
         self.profile = None  # `observe.profile.StepProfile`
         self.on_new_weights = []  # called by `invalidate`, once the step's plans are there
+        self._later: dict[torch.device, torch.Tensor] = {}  # device -> whether a step's first microbatch is over; see `stand`
         self.say = lambda line: None
         if recipe is not None:
             self.switch(recipe)
@@ -87,6 +88,17 @@ class Controller:
         for runtime in self.runtimes:
             runtime.nan_check = NanCheck(self.keys, rank)
 
+    def stand(self) -> None:
+        """For layers that are captured in CUDA graphs: what their casts read besides tensors stays where it is, and each step
+        and microbatch is written there. Who replays a layer calls `LinearRuntime.refresh` before. Plans cannot change once a
+        step has begun."""
+        devices = dict.fromkeys(runtime.device for runtime in self.runtimes)
+        self._later = {device: torch.zeros((), dtype=torch.int32, device=device) for device in devices}
+        for keys in self._all_keys():
+            keys.stand()
+        for runtime in self.runtimes:
+            runtime.weight_cache.stand(self._later[runtime.device])
+
     def begin_step(self, step: int, num_microbatches: int | None = None) -> None:
         """Start of step `step` (Megatron's 1-based iteration): step rules take effect, a cache window opens."""
         if step < 1 or step != int(step):
@@ -108,8 +120,13 @@ class Controller:
         self._set_keys(self.keys.step, index)
 
     def _set_keys(self, *where) -> None:
-        for keys in dict.fromkeys((self.keys, self._expert_keys)):
+        for keys in self._all_keys():
             keys.set(*where)
+        for later in self._later.values():
+            later.fill_(self.keys.microbatch > 0)
+
+    def _all_keys(self):
+        return dict.fromkeys((self.keys, self._expert_keys))
 
     def end_step(self, group=None, expert_groups=None) -> None:
         """After the optimizer's step: the cache window closes, delayed scales move on.
@@ -161,6 +178,11 @@ class Controller:
         its backward, but cannot be recomputed any more: switch between steps.
         """
         recipe = as_recipe(recipe)
+        if self._later and self.keys.step:
+            raise PlanError(
+                f"recipe {recipe.name} from step {self.keys.step} on: layers that are captured in CUDA graphs go on with the "
+                "formats of their capture; switch before the first step, or train without graphs"
+            )
         recipe.check_matches([*(r.role for r in self.runtimes), *self.others])
         for runtime in self.runtimes:
             runtime.check(recipe)

@@ -103,7 +103,7 @@ class GroupedCall:
         (weight,), cache = weights, self.call.weight_cache
         if cache is None:
             return self._cast_weight(weight, rowwise=rowwise, columnwise=columnwise)
-        return cache.get(weight, self._cast_weight, (rowwise, columnwise))
+        return cache.get(weight, self._cast_weight, (rowwise, columnwise), training=self.call.training)
 
     def _held(self, direction: str) -> StackedWeight:
         s = getattr(self.stack, direction)

@@ -182,7 +182,8 @@ def _weight(lean: LeanCasts, weight, columnwise: bool, call, states):
         return lean.weight(weight, rowwise, columnwise, states)
 
     record = states is not None and any(s is not None and s.history is not None for s in states)
-    return call.weight_cache.get(weight, cast, (True, columnwise), record=record)
+    update = call.weight_update(weight) if call.weight_cache.stands else None
+    return call.weight_cache.get(weight, cast, (True, columnwise), record=record, training=call.training, update=update)
 
 
 def _backward(ctx, dy):

@@ -7,6 +7,7 @@ plain tensors (`<module>.hq.input_rowwise_scale`, `..._history`); recipes withou
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
@@ -40,32 +41,55 @@ class RandomKeys:
         self.seed, self.num_microbatches = seed, num_microbatches
         self.replica, self.num_replicas, self.part = replica, num_replicas, part
         self.step = self.microbatch = 0
+        self.stands = False
         self._tables: dict[tuple, torch.Tensor] = {}
+
+    def stand(self) -> None:
+        """From now on a table is one row, of the microbatch of now, at an address that stays: a captured CUDA graph draws
+        with what `set` has written there. A backward then draws with its forward's key only after a `set` to its microbatch.
+        """
+        self.stands, self._tables = True, {}
 
     def set(self, step: int, microbatch: int, num_microbatches: int | None = None) -> None:
         """Go to a microbatch of a step. Raises ``ValueError`` for one that the step does not have."""
         total = num_microbatches or self.num_microbatches
         if not 0 <= microbatch < total:
             raise ValueError(f"microbatch {microbatch} of {total}: pass `num_microbatches` to prepare() or begin_step()")
-        if total != self.num_microbatches:
+        before = self.step, self.num_microbatches, self.microbatch if self.stands else None
+        self.step, self.num_microbatches, self.microbatch = step, total, microbatch
+        if total != before[1] and not self.stands:
             self._tables = {}
-        self.microbatch, self.num_microbatches = microbatch, total
-        if step != self.step:
-            self.step = step
-            for (_, operand, *_), table in self._tables.items():
-                table[:, 2] = self._counters(operand, table.device)
+        elif (step, total, microbatch if self.stands else None) != before:
+            self._count()
+
+    def _count(self) -> None:
+        """Write the counters of now into all tables, in as few kernels as for one."""
+        together = defaultdict(list)
+        for (_, operand, *_), table in self._tables.items():
+            together[operand == WEIGHT, table.device].append(table[:, 2])
+        for (of_weight, device), columns in together.items():
+            torch._foreach_copy_(columns, [self._counters(WEIGHT if of_weight else INPUT, device)] * len(columns))
 
     def _counters(self, operand: str, device) -> torch.Tensor:
+        """Of a table's rows."""
         replica = 0 if operand == WEIGHT else self.replica
-        first = (self.step * self.num_microbatches * self.num_replicas + replica) & 0xFFFFFFFF
-        return (torch.arange(self.num_microbatches, device=device) * self.num_replicas + first) & 0xFFFFFFFF
+        first = self.step * self.num_microbatches * self.num_replicas + replica
+        if not self.stands:
+            return (torch.arange(self.num_microbatches, device=device) * self.num_replicas + first) & 0xFFFFFFFF
+        if operand != WEIGHT:
+            first += self.microbatch * self.num_replicas
+        return torch.full((1,), first & 0xFFFFFFFF, dtype=torch.int64, device=device)
+
+    def _row(self, operand: str) -> int:
+        """Of the current microbatch, in a table."""
+        return 0 if self.stands or operand == WEIGHT else self.microbatch
 
     def table(self, role: ModuleRole, operand: str, device, index_map=None) -> torch.Tensor:
-        """int64 (num_microbatches, 6); all experts of a module share it. Made at its first use."""
+        """int64 (num_microbatches, 6), or (1, 6) where keys `stand`; all experts of a module share it. Made at its first use."""
         key = (role.name, operand, str(device), index_map)
         if key not in self._tables:
             first = Rng(self.seed, tensor_id(role.operand(operand)), 0, 0, index_map, device=device)
-            table = first.values.repeat(self.num_microbatches, 1)
+            table = first.values.repeat(1 if self.stands else self.num_microbatches, 1)
             table[:, 2] = self._counters(operand, device)
             self._tables[key] = table
         return self._tables[key]
@@ -78,7 +102,7 @@ class RandomKeys:
             first = Rng.view(keys[0].values, own_columns=False)
             first.parts = index_map.dim, keys
             return first
-        own_columns, row = index_map is None, 0 if operand == WEIGHT else self.microbatch
+        own_columns, row = index_map is None, self._row(operand)
         if self.part and operand != WEIGHT:
             index_map = shifted(index_map or (0, 0, 0), self.part * MOST_ROWS_OF_A_RANK)
         return Rng.view(self.table(role, operand, device, index_map)[row], own_columns=own_columns)
@@ -86,7 +110,7 @@ class RandomKeys:
     def rng_of_rows(self, role: ModuleRole, operand: str, device, row_ids: torch.Tensor) -> Rng:
         """The key of whole rows of all replicas' tokens, in the current microbatch: the first replica's counter, and
         row_ids, int64 (M,), the place of each row among all of them."""
-        values = self.table(role, operand, device)[self.microbatch].clone()
+        values = self.table(role, operand, device)[self._row(operand)].clone()
         values[2] = (values[2] - self.replica) & 0xFFFFFFFF
         return Rng.view(values, row_ids)
 
@@ -127,6 +151,11 @@ class LinearRuntime(torch.nn.Module):
         if device not in self._plans:
             self._plans[device] = self.build(self.recipe, device, self.step)
         return self._plans[device]
+
+    @property
+    def device(self) -> torch.device:
+        """The first that it has a plan for: the one it was made on."""
+        return next(iter(self._plans))
 
     def plans(self) -> list[GemmPlan]:
         """Those built so far, one a device."""
@@ -315,6 +344,11 @@ class LinearRuntime(torch.nn.Module):
         if self.weight_cache is not None:
             self.weight_cache.invalidate()
 
+    def refresh(self) -> None:
+        """The cached quantized weight of now, where a captured graph reads it; see `WeightCache.refresh`."""
+        if self.weight_cache is not None:
+            self.weight_cache.refresh()
+
     def end_step(self) -> None:
         """Every forward of the step has had its backward: nothing of it can be recomputed any more."""
         self._forward_plan, self._superseded = None, []
@@ -354,7 +388,7 @@ class LinearRuntime(torch.nn.Module):
         if not torch.compiler.is_compiling():
             for watcher in (self.observer, self.nan_check, self.profile):
                 plan = plan if watcher is None else watcher.watch(plan)
-        return LinearCall(plan, comm, rng, state, self.weight_cache, whole)
+        return LinearCall(plan, comm, rng, state, self.weight_cache, whole, training and torch.is_grad_enabled())
 
     def _check_recompute(self, device: torch.device, plan: GemmPlan) -> None:
         """A forward inside backward is activation recomputation: its plan must be its forward's.
