@@ -168,7 +168,10 @@ __device__ int32_t cast_rows(const Direction& d, const Tile& t, bool write_back,
     uint8_t* to = d.codes + (t.m0 + i) * d.pitch + (t.k0 + j) / kPerByte;
     put_bytes(to, codes.w, (t.cols - j + kPerByte - 1) / kPerByte, d.width);
     if (!write_back) continue;
-    decode_line<kind>(d.spec.element, codes, s.decode, x);
+    if constexpr (kIsFp4<kind>)
+      decode_codes<E2M1>(codes.w, s.decode, x);
+    else
+      d.spec.element == Element::e5m2 ? decode_codes<E5M2>(codes.w, s.decode, x) : decode_codes<E4M3>(codes.w, s.decode, x);
     MH_UNROLL
     for (int e = 0; e < kLine; ++e) x[e] = kIsFp4<kind> ? x[e] * s.outer : x[e] * s.decode;
     if (turned) hadamard16(x, true);

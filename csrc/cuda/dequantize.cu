@@ -1,5 +1,6 @@
-// Dequantize on CUDA: the codes of a tile come into shared memory as they are stored, its scales as FP32 beside them, and
-// each thread decodes lines of 16 along the stored rows.
+// Dequantize on CUDA. Where stored rows run along those of the output, a thread decodes runs of 8 codes from registers to
+// registers, all of them loaded before the first is used. Where they run across, or the transform is undone, the codes of a
+// tile come into shared memory as they are stored, and a thread decodes lines of 16.
 #include "tile.cuh"
 
 namespace mh::cuda {
@@ -7,7 +8,11 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kStripRows = 32;
-constexpr int kMaxScales = kTile * kLinesAcross;
+constexpr int kRun = 8;  // 16 bytes of a 16-bit output
+// A thread block's part in runs. Its scales fill sectors: those of NVFP4 along its rows, and bytes down its columns.
+constexpr int kRunRows = 32, kRunCols = 512;
+constexpr int kRunsAcross = kRunCols / kRun, kRunStep = kThreads / kRunsAcross, kRuns = kRunRows / kRunStep;
+using RunTiling = TilingBy<kRunRows, kRunCols>;
 
 struct DecodeArgs {
   FormatSpec spec;
@@ -16,90 +21,89 @@ struct DecodeArgs {
   int64_t pitch;
   bool transposed;
   int width;
-  const void* scale;
-  int64_t scale_step_m, scale_step_k;
+  const uint8_t* scale;
+  int64_t scale_step_m, scale_step_k;  // bytes from a block to the next one, 0 where one is as tall or wide as the matrix
   const float* amax;
   bool outer, inverse_rht;
   Matrix out;
   int out_width;
+  bool vector;  // runs are read and written whole
   Tiling tiling;
+  RunTiling run_tiling;
 };
 
-struct Scales {
-  float block[kMaxScales];
-  float outer[kTile];  // one a row or column, or the first for all
+template <class E>
+constexpr Kind kKind = std::is_same_v<E, E2M1> ? Kind::fp4 : Kind::fp8;
+
+template <class E>
+__device__ __forceinline__ bool has_byte_scales(const FormatSpec& spec) {
+  return kIsFp4<kKind<E>> || spec.scale_rule == ScaleRule::e8m0;
+}
+
+// The scale of the block at (i, j) of the tile, as stored: a byte, or FP32's bits. A tile is no taller than the blocks it is
+// a part of, or starts where a block does.
+template <class E>
+__device__ __forceinline__ uint32_t stored_scale(const DecodeArgs& a, const Tile& t, int i, int j) {
+  const uint8_t* first = a.scale + (t.m0 >> a.block_m_log) * a.scale_step_m + (t.k0 >> a.block_k_log) * a.scale_step_k;
+  const auto row = static_cast<uint32_t>(i) >> a.block_m_log, col = static_cast<uint32_t>(j) >> a.block_k_log;
+  const uint8_t* at = first + row * a.scale_step_m + col * a.scale_step_k;
+  return has_byte_scales<E>(a.spec) ? *at : *reinterpret_cast<const uint32_t*>(at);
+}
+
+template <class E>
+__device__ __forceinline__ float decode_scale(const DecodeArgs& a, uint32_t stored) {
+  if constexpr (kIsFp4<kKind<E>>) {
+    float scale, zero;
+    decode_pair<E4M3>(stored, scale, zero);
+    return scale;
+  }
+  return has_byte_scales<E>(a.spec) ? e8m0_decode(stored) : bits_float(stored);
+}
+
+// NVFP4's outer decode scales of a tile's rows or columns, or the first for all.
+struct Outer {
+  float scales[kRunCols];
+  __device__ float at(const FormatSpec& spec, int i, int j) const {
+    return scales[!spec.outer_rows ? 0 : (spec.axis == 0 ? i : j)];
+  }
 };
 
-__device__ float stored_scale(const DecodeArgs& a, int64_t at) {
-  switch (a.spec.scale_rule) {
-    case ScaleRule::e8m0: return e8m0_decode(static_cast<const uint8_t*>(a.scale)[at]);
-    case ScaleRule::e4m3_amax: return decode<E4M3>(static_cast<const uint8_t*>(a.scale)[at]);
-    default: return static_cast<const float*>(a.scale)[at];
-  }
-}
-
-__device__ int scale_of(const DecodeArgs& a, int i, int j) {
-  return (i >> a.block_m_log) * (kTile >> a.block_k_log) + (j >> a.block_k_log);
-}
-
-template <bool fp4>
-__device__ void load_scales(const DecodeArgs& a, const Tile& t, Scales& s) {
-  const int across = kTile >> a.block_k_log, n = across * (kTile >> a.block_m_log);
-  for (int b = threadIdx.x; b < n; b += kThreads) {
-    const int i = b / across << a.block_m_log, j = b % across << a.block_k_log;
-    if (i >= t.rows || j >= t.cols) continue;
-    const int64_t row = a.spec.block_m ? (t.m0 + i) >> a.block_m_log : 0, col = a.spec.block_k ? (t.k0 + j) >> a.block_k_log : 0;
-    s.block[b] = stored_scale(a, row * a.scale_step_m + col * a.scale_step_k);
-  }
-  if (!fp4) return;
-  const bool down = a.spec.axis == 0;  // one outer scale a row
+// A barrier ends it.
+__device__ void load_outer(const DecodeArgs& a, const Tile& t, Outer& outer) {
+  const bool down = a.spec.axis == 0;  // one a row
   const int lines = !a.spec.outer_rows ? 1 : (down ? t.rows : t.cols);
   const int64_t first = !a.spec.outer_rows ? 0 : (down ? t.m0 : t.k0);
   for (int l = threadIdx.x; l < lines; l += kThreads)
-    s.outer[l] = a.outer ? 1.0f / nvfp4_outer_encode(a.amax[first + l]) : 1.0f;
+    outer.scales[l] = a.outer ? 1.0f / nvfp4_outer_encode(a.amax[first + l]) : 1.0f;
 }
 
-// Codes of the line at (i, j): from one unit where stored rows run along it, else gathered.
-template <Kind kind, bool down>
-__device__ __forceinline__ Codes<kind> staged_line(const DecodeArgs& a, const uint8_t* staging, int i, int j) {
-  Codes<kind> codes;
-  if (a.transposed == down) {
-    const uint8_t* from = staging + unit_offset<kind>(down ? j : i, (down ? i : j) / kLine);
-    memcpy(codes.w, __builtin_assume_aligned(from, Codes<kind>::kBytes), Codes<kind>::kBytes);
-    return codes;
-  }
-  if constexpr (kIsFp4<kind>) {  // only FP4 has a transform, which needs lines across the stored rows
-    codes.w[0] = codes.w[1] = 0;
+// n codes from (i, j) on, along K or (`down`) along M. `stored`: the scale of the first, which is that of all where blocks
+// allow it.
+template <class E, bool down, int n>
+__device__ __forceinline__ void decode_scaled(const DecodeArgs& a, const Tile& t, const Outer& outer, int i, int j,
+                                              const uint32_t* codes, uint32_t stored, float (&x)[n]) {
+  const bool shared = (down ? a.block_m_log : a.block_k_log) > 0;
+  const float scale = shared ? decode_scale<E>(a, stored) : 1.0f;
+  decode_codes<E>(codes, scale, x);
+  if (shared && !kIsFp4<kKind<E>>) {
     MH_UNROLL
-    for (int e = 0; e < kLine; ++e) {
-      const int row = (down ? i : j) + e, at = down ? j : i;
-      const uint8_t byte = staging[unit_offset<kind>(row, at / kLine) + at % kLine / 2];
-      codes.w[e / 8] |= (byte >> (at % 2 * 4) & 15u) << (e % 8 * 4);
-    }
-  }
-  return codes;
-}
-
-template <Kind kind, bool down>
-__device__ __forceinline__ void decode_scaled(const DecodeArgs& a, const Tile& t, const uint8_t* staging, const Scales& s,
-                                              int i, int j, float (&x)[kLine]) {
-  const bool shared = (down ? a.block_m_log : a.block_k_log) > 0;  // the line's elements have one scale
-  const float scale = shared ? s.block[scale_of(a, i, j)] : 1.0f;
-  decode_line<kind>(a.spec.element, staged_line<kind, down>(a, staging, i, j), scale, x);
-  if (shared && !kIsFp4<kind>) {
-    MH_UNROLL
-    for (int e = 0; e < kLine; ++e) x[e] = x[e] * scale;
+    for (int e = 0; e < n; ++e) x[e] = x[e] * scale;
   } else if (!shared) {
     MH_UNROLL
-    for (int e = 0; e < kLine; ++e) x[e] = x[e] * s.block[scale_of(a, i + (down ? e : 0), j + (down ? 0 : e))];
+    for (int e = 0; e < n; ++e) {
+      const int m = min(i + (down ? e : 0), t.rows - 1), k = min(j + (down ? 0 : e), t.cols - 1);
+      x[e] = x[e] * decode_scale<E>(a, stored_scale<E>(a, t, m, k));
+    }
   }
-  if constexpr (kIsFp4<kind>) {
-    const bool by_row = a.spec.outer_rows && a.spec.axis == 0, by_col = a.spec.outer_rows && a.spec.axis == 1;
-    MH_UNROLL
-    for (int e = 0; e < kLine; ++e)
-      x[e] = x[e] * s.outer[by_row ? i + (down ? e : 0) : (by_col ? j + (down ? 0 : e) : 0)];
-    const int left = down ? t.rows - i : t.cols - j;
-    if (a.spec.rht && a.inverse_rht && left >= kLine) hadamard16(x, true);
+  if constexpr (kIsFp4<kKind<E>>) {
+    if (a.spec.outer_rows && (a.spec.axis == 0) == down) {  // one an element
+      MH_UNROLL
+      for (int e = 0; e < n; ++e) x[e] = x[e] * outer.scales[(down ? i : j) + e];
+    } else {
+      const float one = outer.at(a.spec, i, j);
+      MH_UNROLL
+      for (int e = 0; e < n; ++e) x[e] = x[e] * one;
+    }
   }
 }
 
@@ -108,87 +112,187 @@ __device__ __forceinline__ typename T::Raw* out_at(const DecodeArgs& a, const Ti
   return static_cast<typename T::Raw*>(a.out.data) + (t.m0 + i) * a.out.row_stride + (t.k0 + j) * a.out.col_stride;
 }
 
-// Writes a line along K. Two neighbouring threads swap halves, so that each store of a warp fills whole sectors.
-template <class T>
-__device__ void store_row_line(const DecodeArgs& a, const Tile& t, int i, int j, const float (&x)[kLine]) {
-  constexpr int kWords = kLine / 2 * Pair<T>::kWords;
-  const bool inside = i < t.rows && j < t.cols;
-  if (sizeof(typename T::Raw) == 2 && a.out_width == kVector && t.cols == kTile) {
-    uint32_t w[kWords];
-    Pair<T> pairs[kLine / 2];
-    store_pairs<T>(x, pairs);
-    MH_UNROLL
-    for (int e = 0; e < kLine / 2; ++e) w[e] = pairs[e].w[0];
-    const bool odd = j / kLine % 2;
-    uint32_t first[4], second[4];
-    MH_UNROLL
-    for (int e = 0; e < 4; ++e) {
-      const uint32_t other = __shfl_xor_sync(0xffffffffu, odd ? w[e] : w[4 + e], 1);
-      first[e] = odd ? other : w[e];
-      second[e] = odd ? w[4 + e] : other;
-    }
-    if (!inside) return;
-    auto* to = reinterpret_cast<uint4*>(out_at<T>(a, t, i, odd ? j - kLine : j)) + odd;
-    to[0] = {first[0], first[1], first[2], first[3]};
-    to[2] = {second[0], second[1], second[2], second[3]};
-    return;
-  }
-  if (!inside) return;
+// Writes numbers along K, 16 bytes at a time.
+template <class T, int n>
+__device__ __forceinline__ void store_vectors(const DecodeArgs& a, const Tile& t, int i, int j, const Pair<T> (&pairs)[n]) {
+  uint4 v[sizeof pairs / sizeof(uint4)];
+  memcpy(v, pairs, sizeof pairs);
   MH_UNROLL
-  for (int e = 0; e < kLine; ++e)
-    if (j + e < t.cols) *out_at<T>(a, t, i, j + e) = T::store(x[e]);
+  for (unsigned e = 0; e < sizeof pairs / sizeof(uint4); ++e) reinterpret_cast<uint4*>(out_at<T>(a, t, i, j))[e] = v[e];
 }
 
-template <class T, Kind kind>
-__device__ void decode_rows(const DecodeArgs& a, const Tile& t, const uint8_t* staging, const Scales& s) {
-  const int j = threadIdx.x % kLinesAcross * kLine;
-#pragma unroll 1
-  for (int i = threadIdx.x / kLinesAcross; i < kTile; i += kRowsAtOnce) {
-    float x[kLine];
-    decode_scaled<kind, false>(a, t, staging, s, i, j, x);
-    store_row_line<T>(a, t, i, j, x);
+// Elements one by one, wherever they lie.
+template <class T, class E>
+__device__ void decode_elements(const DecodeArgs& a, const Tile& t, const Outer& outer) {
+  for (int at = threadIdx.x; at < kRunRows * kRunCols; at += kThreads) {
+    const int i = at / kRunCols, j = at % kRunCols;
+    if (i >= t.rows || j >= t.cols) continue;
+    constexpr int kPerByte = kIsFp4<kKind<E>> ? 2 : 1;
+    const int64_t k = t.k0 + j;
+    const uint32_t code = a.codes[(t.m0 + i) * a.pitch + k / kPerByte];
+    const float scale = decode_scale<E>(a, stored_scale<E>(a, t, i, j));
+    float x;
+    if constexpr (kIsFp4<kKind<E>>)
+      x = decode<E>(code >> (k % 2 * 4) & 15u) * scale * outer.at(a.spec, i, j);
+    else
+      x = decode<E>(code) * scale;
+    *out_at<T>(a, t, i, j) = T::store(x);
   }
 }
 
-template <class T, Kind kind>
-__device__ void decode_columns(const DecodeArgs& a, const Tile& t, const uint8_t* staging, const Scales& s) {
-  const int warp = threadIdx.x / kWarp, j = warp % 2 * (kTile / 2) + threadIdx.x % kWarp * 2;
-  const bool pairs = a.out_width >= 2 * static_cast<int>(sizeof(typename T::Raw)) && j + 1 < t.cols;
-#pragma unroll 1
-  for (int i = warp / 2 * kStripRows; i < (warp / 2 + 1) * kStripRows; i += kLine) {
-    float x[2][kLine];
-    decode_scaled<kind, true>(a, t, staging, s, i, j, x[0]);
-    decode_scaled<kind, true>(a, t, staging, s, i, j + 1, x[1]);
+template <class T, class E>
+__global__ void __launch_bounds__(kThreads, 4) decode_runs(const __grid_constant__ DecodeArgs a) {
+  constexpr int kWords = Codes<kKind<E>>::kWords / 2, kPerByte = kIsFp4<kKind<E>> ? 2 : 1;
+  __shared__ Outer outer;
+  const Tile t = a.run_tiling.tile(blockIdx.x);
+  const int j = threadIdx.x % kRunsAcross * kRun, first = threadIdx.x / kRunsAcross;
+  const int runs = a.vector && j < t.cols ? (t.rows - first + kRunStep - 1) / kRunStep : 0;
+  uint32_t codes[kRuns][kWords], scales[kRuns];
+  MH_UNROLL
+  for (int n = 0; n < kRuns; ++n) {
+    if (n >= runs) break;
+    const int i = first + n * kRunStep;
+    const uint8_t* from = a.codes + (t.m0 + i) * a.pitch + (t.k0 + j) / kPerByte;
+    memcpy(codes[n], __builtin_assume_aligned(from, sizeof codes[n]), sizeof codes[n]);
+    scales[n] = stored_scale<E>(a, t, i, j);
+  }
+  if constexpr (kIsFp4<kKind<E>>) {
+    load_outer(a, t, outer);
+    __syncthreads();
+  }
+  if (!a.vector) return decode_elements<T, E>(a, t, outer);
+  MH_UNROLL
+  for (int n = 0; n < kRuns; ++n) {
+    if (n >= runs) break;
+    float x[kRun];
+    decode_scaled<E, false>(a, t, outer, first + n * kRunStep, j, codes[n], scales[n], x);
+    Pair<T> pairs[kRun / 2];
+    store_pairs(x, pairs);
+    store_vectors<T>(a, t, first + n * kRunStep, j, pairs);
+  }
+}
+
+// Codes of the line at (i, j): from one unit where stored rows run along it, else gathered.
+template <class E, bool down>
+__device__ __forceinline__ Codes<kKind<E>> staged_line(const DecodeArgs& a, const uint8_t* staging, int i, int j) {
+  Codes<kKind<E>> codes;
+  if (a.transposed == down) {
+    const uint8_t* from = staging + unit_offset<kKind<E>>(down ? j : i, (down ? i : j) / kLine);
+    memcpy(codes.w, __builtin_assume_aligned(from, Codes<kKind<E>>::kBytes), Codes<kKind<E>>::kBytes);
+    return codes;
+  }
+  if constexpr (kIsFp4<kKind<E>>) {  // only FP4 has a transform, which needs lines across the stored rows
+    codes.w[0] = codes.w[1] = 0;
     MH_UNROLL
     for (int e = 0; e < kLine; ++e) {
-      if (i + e >= t.rows || j >= t.cols) break;
-      if (pairs) {
-        *reinterpret_cast<Pair<T>*>(out_at<T>(a, t, i + e, j)) = Pair<T>::of(x[0][e], x[1][e]);
-      } else {
-        *out_at<T>(a, t, i + e, j) = T::store(x[0][e]);
-        if (j + 1 < t.cols) *out_at<T>(a, t, i + e, j + 1) = T::store(x[1][e]);
-      }
+      const int row = (down ? i : j) + e, at = down ? j : i;
+      const uint8_t byte = staging[unit_offset<kKind<E>>(row, at / kLine) + at % kLine / 2];
+      codes.w[e / 8] |= (byte >> (at % 2 * 4) & 15u) << (e % 8 * 4);
     }
+  }
+  return codes;
+}
+
+// The scale of the line at (i, j), inside the tensor.
+template <class E>
+__device__ __forceinline__ uint32_t line_scale(const DecodeArgs& a, const Tile& t, int i, int j) {
+  return stored_scale<E>(a, t, min(i, t.rows - 1), min(j, t.cols - 1));
+}
+
+template <class E, bool down>
+__device__ __forceinline__ void decode_line(const DecodeArgs& a, const Tile& t, const uint8_t* staging, const Outer& outer,
+                                            int i, int j, uint32_t stored, float (&x)[kLine]) {
+  decode_scaled<E, down>(a, t, outer, i, j, staged_line<E, down>(a, staging, i, j).w, stored, x);
+  const int left = down ? t.rows - i : t.cols - j;
+  if (kIsFp4<kKind<E>> && a.spec.rht && a.inverse_rht && left >= kLine) hadamard16(x, true);
+}
+
+template <class T, class E>
+__device__ void decode_rows(const DecodeArgs& a, const Tile& t, const uint8_t* staging, const Outer& outer) {
+  wait_copies();
+  __syncthreads();
+  const int j = threadIdx.x % kLinesAcross * kLine;
+#pragma unroll 1
+  for (int i = threadIdx.x / kLinesAcross; i < t.rows && j < t.cols; i += kRowsAtOnce) {
+    float x[kLine];
+    decode_line<E, false>(a, t, staging, outer, i, j, line_scale<E>(a, t, i, j), x);
+    Pair<T> pairs[kLine / 2];
+    store_pairs(x, pairs);
+    if (a.out_width == kVector && j + kLine <= t.cols) {
+      store_vectors<T>(a, t, i, j, pairs);
+      continue;
+    }
+    MH_UNROLL
+    for (int e = 0; e < kLine; ++e)
+      if (j + e < t.cols) *out_at<T>(a, t, i, j + e) = pairs[e / 2].raw(e % 2);
   }
 }
 
-template <class T, Kind kind>
+// Writes two columns' lines, pairs of neighbours along K. `vector`: a pair is one access.
+template <class T>
+__device__ __forceinline__ void store_columns(const DecodeArgs& a, const Tile& t, int i, int j, bool vector,
+                                              const Pair<T> (&pairs)[kLine]) {
+  auto* const out = out_at<T>(a, t, i, j);
+  if (vector && i + kLine <= t.rows) {
+    MH_UNROLL
+    for (int e = 0; e < kLine; ++e) *reinterpret_cast<Pair<T>*>(out + e * a.out.row_stride) = pairs[e];
+    return;
+  }
+  MH_UNROLL
+  for (int e = 0; e < kLine; ++e) {
+    if (i + e >= t.rows) break;
+    MH_UNROLL
+    for (int c = 0; c < 2; ++c)
+      if (j + c < t.cols) out[e * a.out.row_stride + c * a.out.col_stride] = pairs[e].raw(c);
+  }
+}
+
+// A thread takes the lines of two neighbouring columns, a strip of rows in steps.
+template <class T, class E>
+__device__ void decode_columns(const DecodeArgs& a, const Tile& t, const uint8_t* staging, const Outer& outer) {
+  const int warp = threadIdx.x / kWarp, i0 = warp / 2 * kStripRows, j = warp % 2 * (kTile / 2) + threadIdx.x % kWarp * 2;
+  const bool vector = a.out_width >= 2 * static_cast<int>(sizeof(typename T::Raw)) && j + 1 < t.cols;
+  uint32_t scales[2] = {line_scale<E>(a, t, i0, j), line_scale<E>(a, t, i0, j + 1)};
+  wait_copies();
+  __syncthreads();
+#pragma unroll 1
+  for (int i = i0; i < i0 + kStripRows; i += kLine) {
+    float x[2][kLine];
+    MH_UNROLL
+    for (int c = 0; c < 2; ++c) {
+      decode_line<E, true>(a, t, staging, outer, i, j + c, scales[c], x[c]);
+      scales[c] = line_scale<E>(a, t, i + kLine, j + c);  // of the next step
+    }
+    Pair<T> pairs[kLine];
+    store_pairs([&](int e) { return x[0][e]; }, [&](int e) { return x[1][e]; }, pairs);
+    if (j < t.cols) store_columns<T>(a, t, i, j, vector, pairs);
+  }
+}
+
+template <class T, class E>
 __global__ void __launch_bounds__(kThreads, 4) decode_tiles(const __grid_constant__ DecodeArgs a) {
-  __shared__ uint4 memory[kTile * Codes<kind>::kBytes * kLinesAcross / kVector];
-  __shared__ Scales scales;
+  __shared__ uint4 memory[kTile * Codes<kKind<E>>::kBytes * kLinesAcross / kVector];
+  __shared__ Outer outer;
   uint8_t* staging = reinterpret_cast<uint8_t*>(memory);
-  constexpr int kPerByte = kIsFp4<kind> ? 2 : 1;
+  constexpr int kPerByte = kIsFp4<kKind<E>> ? 2 : 1;
   const Tile t = a.tiling.tile(blockIdx.x);
   const int64_t row = a.transposed ? t.k0 : t.m0, first = a.transposed ? t.m0 : t.k0;
   const int rows = a.transposed ? t.cols : t.rows, cols = a.transposed ? t.rows : t.cols;
-  copy_in<kind>(staging, a.codes + row * a.pitch + first / kPerByte, a.pitch, rows, (cols + kPerByte - 1) / kPerByte, a.width);
-  load_scales<kIsFp4<kind>>(a, t, scales);
-  __syncthreads();
-  const bool along_m = a.spec.rht && a.inverse_rht ? a.spec.axis == 1 : a.transposed;
-  if (along_m)
-    decode_columns<T, kind>(a, t, staging, scales);
-  else
-    decode_rows<T, kind>(a, t, staging, scales);
+  start_codes<kKind<E>>(staging, a.codes + row * a.pitch + first / kPerByte, a.pitch, rows, (cols + kPerByte - 1) / kPerByte, a.width);
+  if constexpr (kIsFp4<kKind<E>>) {
+    load_outer(a, t, outer);
+    if (a.spec.rht && a.inverse_rht && a.spec.axis == 0) return decode_rows<T, E>(a, t, staging, outer);
+  }
+  decode_columns<T, E>(a, t, staging, outer);
+}
+
+template <class F>
+void by_element(Element element, F&& f) {
+  switch (element) {
+    case Element::e4m3: return f(E4M3{});
+    case Element::e5m2: return f(E5M2{});
+    case Element::e2m1: return f(E2M1{});
+  }
 }
 
 int log2_of(int power) {
@@ -216,22 +320,32 @@ void dequantize(const DequantizeArgs& args, const Where& where) {
   a.block_m_log = log2_of(a.spec.block_m ? a.spec.block_m : kTile);
   a.block_k_log = log2_of(a.spec.block_k ? a.spec.block_k : kTile);
   a.codes = args.in.codes;
-  a.pitch = spec.element == Element::e2m1 ? (last + 1) / 2 : last;
+  const bool fp4 = spec.element == Element::e2m1;
+  a.pitch = fp4 ? (last + 1) / 2 : last;
   a.transposed = args.in.transposed != swapped;
   a.width = access_width(a.codes, a.pitch);
-  a.scale = args.in.scale;
-  a.scale_step_m = swapped ? 1 : scale_pitch;
-  a.scale_step_k = swapped ? scale_pitch : 1;
+  const int64_t scale_size = spec.scale_rule == ScaleRule::fp32 ? 4 : 1;
+  a.scale = static_cast<const uint8_t*>(args.in.scale);
+  a.scale_step_m = a.spec.block_m == 0 ? 0 : (swapped ? 1 : scale_pitch) * scale_size;
+  a.scale_step_k = a.spec.block_k == 0 ? 0 : (swapped ? scale_pitch : 1) * scale_size;
   a.amax = args.in.amax;
   a.outer = args.outer;
   a.inverse_rht = args.inverse_rht;
   a.out = swapped ? transposed(out) : out;
   a.out_width = a.out.col_stride == 1 ? access_width(out.data, a.out.row_stride * (out.dtype == Dtype::f32 ? 4 : 2)) : 0;
   a.tiling = make_tiling(a.out.rows, a.out.cols, false);
+  a.run_tiling = make_tiling<kRunRows, kRunCols>(a.out.rows, a.out.cols, false);
+  const bool runs = !a.transposed && !(spec.rht && a.inverse_rht);
+  a.vector = a.width >= (fp4 ? kRun / 2 : kRun) && a.out_width == kVector && a.out.cols % kRun == 0;
   by_dtype(out.dtype, [&](auto t) {
-    using T = decltype(t);
-    const auto kernel = spec.element == Element::e2m1 ? decode_tiles<T, Kind::fp4> : decode_tiles<T, Kind::fp8>;
-    launch(kernel, a.tiling.count, 0, where, "dequantize", a);
+    by_element(spec.element, [&](auto e) {
+      using T = decltype(t);
+      using E = decltype(e);
+      if (runs)
+        launch(decode_runs<T, E>, a.run_tiling.count, 0, where, "dequantize", a);
+      else
+        launch(decode_tiles<T, E>, a.tiling.count, 0, where, "dequantize", a);
+    });
   });
 }
 

@@ -26,6 +26,11 @@ struct alignas(2 * sizeof(typename T::Raw)) Pair {
     if constexpr (kWords == 1) return load_raw<T>(static_cast<uint16_t>(w[0] >> 16));
     if constexpr (kWords == 2) return bits_float(w[1]);
   }
+  __device__ typename T::Raw raw(int which) const {
+    typename T::Raw both[2];
+    memcpy(both, w, sizeof both);
+    return both[which];
+  }
   // `of`, but any NaN for a NaN
   static __device__ Pair near(float lo, float hi) {
     Pair p;
@@ -73,18 +78,28 @@ __device__ inline int32_t line_amax(const float (&x)[kLine]) {
   return abs_bits(most);
 }
 
-// FP32 elements to pairs as T::store makes them. A NaN is rare: whether there is one (or an Inf) shows in products with 0.
-template <class T>
-__device__ __forceinline__ void store_pairs(const float (&x)[kLine], Pair<T> (&pairs)[kLine / 2]) {
-  float zero = 0.0f;
-  MH_UNROLL
-  for (int e = 0; e < kLine / 2; ++e) {
-    pairs[e] = Pair<T>::near(x[2 * e], x[2 * e + 1]);
-    if constexpr (Pair<T>::kWords == 1) zero = fmaf(x[2 * e], 0.0f, fmaf(x[2 * e + 1], 0.0f, zero));
+// Pairs of FP32 numbers lo(e) and hi(e) as T::store makes them. A NaN is rare: whether there is one (or an Inf) shows in
+// products with 0.
+template <class T, int n, class Lo, class Hi>
+__device__ __forceinline__ void store_pairs(Lo&& lo, Hi&& hi, Pair<T> (&pairs)[n]) {
+  float zeros[2] = {0.0f, 0.0f};
+  if constexpr (Pair<T>::kWords == 1) {
+    MH_UNROLL
+    for (int e = 0; e < n; ++e) zeros[0] = fmaf(lo(e), 0.0f, zeros[0]), zeros[1] = fmaf(hi(e), 0.0f, zeros[1]);
   }
-  if (zero == 0.0f) return;
-  MH_UNROLL
-  for (int e = 0; e < kLine / 2; ++e) pairs[e] = Pair<T>::of(x[2 * e], x[2 * e + 1]);
+  if (zeros[0] + zeros[1] == 0.0f) {
+    MH_UNROLL
+    for (int e = 0; e < n; ++e) pairs[e] = Pair<T>::near(lo(e), hi(e));
+  } else {
+    MH_UNROLL
+    for (int e = 0; e < n; ++e) pairs[e] = Pair<T>::of(lo(e), hi(e));
+  }
+}
+
+// The same of neighbours along K.
+template <class T, int n>
+__device__ __forceinline__ void store_pairs(const float (&x)[2 * n], Pair<T> (&pairs)[n]) {
+  store_pairs([&](int e) { return x[2 * e]; }, [&](int e) { return x[2 * e + 1]; }, pairs);
 }
 
 // What a direction's kernel is compiled for. `fp4_mixed` is FP4 with the Hadamard transform, stochastic rounding or both.
@@ -184,17 +199,15 @@ __device__ __forceinline__ void decode_nibbles(uint32_t codes, float scale, floa
   }
 }
 
-// A line of codes back to FP32; FP4 codes come times their block's scale, FP8 codes as they are.
-template <Kind kind>
-__device__ __forceinline__ void decode_line(Element element, const Codes<kind>& in, float scale, float (&x)[kLine]) {
-  if constexpr (kIsFp4<kind>) {
-    decode_nibbles(in.w[0], scale, x), decode_nibbles(in.w[1], scale, x + 8);
+// n codes, a multiple of 8, back to FP32; FP4 codes come times their block's scale, FP8 codes as they are.
+template <class E, int n>
+__device__ __forceinline__ void decode_codes(const uint32_t* codes, float scale, float (&x)[n]) {
+  if constexpr (std::is_same_v<E, E2M1>) {
+    MH_UNROLL
+    for (int e = 0; e < n; e += 8) decode_nibbles(codes[e / 8], scale, x + e);
   } else {
     MH_UNROLL
-    for (int e = 0; e < kLine; e += 2) {
-      const uint32_t codes = in.w[e / 4] >> (e % 4 * 8) & 0xffffu;
-      element == Element::e5m2 ? decode_pair<E5M2>(codes, x[e], x[e + 1]) : decode_pair<E4M3>(codes, x[e], x[e + 1]);
-    }
+    for (int e = 0; e < n; e += 2) decode_pair<E>(codes[e / 4] >> (e % 4 * 8) & 0xffffu, x[e], x[e + 1]);
   }
 }
 

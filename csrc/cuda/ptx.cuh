@@ -137,15 +137,19 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t sel
   return bytes;
 }
 
-// Starts copying 16 bytes into shared memory, of which only the first `valid` are read and the others become 0.
+// Starts copying 16 or 8 bytes into shared memory, of which only the first `valid` are read and the others become 0.
+template <int bytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {
 #if defined(__CUDACC__)
   const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid) : "memory");
+  if constexpr (bytes == 16)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(valid) : "memory");
+  else
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(global), "r"(valid) : "memory");
 #else
-  uint4 bytes{};
-  memcpy(&bytes, __builtin_assume_aligned(global, 16), static_cast<size_t>(valid));
-  *static_cast<uint4*>(shared) = bytes;
+  alignas(bytes) uint8_t copied[bytes] = {};
+  memcpy(copied, __builtin_assume_aligned(global, bytes), static_cast<size_t>(valid));
+  memcpy(__builtin_assume_aligned(shared, bytes), copied, bytes);
 #endif
 }
 

@@ -19,7 +19,8 @@ struct Tile {
 
 // How a matrix splits into tiles, one a thread block. `backwards`: the last one first. `halves`: the tiles of a row's halves
 // in turn, so that what both read is still in the L2 for the second.
-struct Tiling {
+template <int kRows, int kCols>
+struct TilingBy {
   int64_t m, k;
   uint32_t across, count;
   bool backwards, halves;
@@ -27,16 +28,18 @@ struct Tiling {
   __device__ Tile tile(uint32_t index) const {
     const uint32_t at = backwards ? count - 1 - index : index, row = at / across, turn = at - row * across;
     const uint32_t col = halves ? turn / 2 + turn % 2 * ((across + 1) / 2) : turn;
-    const int64_t m0 = static_cast<int64_t>(row) * kTile, k0 = static_cast<int64_t>(col) * kTile;
-    return Tile{m0, k0, static_cast<int>(min(m - m0, static_cast<int64_t>(kTile))),
-                static_cast<int>(min(k - k0, static_cast<int64_t>(kTile)))};
+    const int64_t m0 = static_cast<int64_t>(row) * kRows, k0 = static_cast<int64_t>(col) * kCols;
+    return Tile{m0, k0, static_cast<int>(min(m - m0, static_cast<int64_t>(kRows))),
+                static_cast<int>(min(k - k0, static_cast<int64_t>(kCols)))};
   }
 };
+using Tiling = TilingBy<kTile, kTile>;
 
-inline Tiling make_tiling(int64_t m, int64_t k, bool backwards) {
-  const int64_t across = (k + kTile - 1) / kTile, count = across * ((m + kTile - 1) / kTile);
+template <int kRows = kTile, int kCols = kTile>
+TilingBy<kRows, kCols> make_tiling(int64_t m, int64_t k, bool backwards) {
+  const int64_t across = (k + kCols - 1) / kCols, count = across * ((m + kRows - 1) / kRows);
   if (count > kMaxGrid / 2) throw std::runtime_error("megatron_hybrid._C_cuda: a matrix of more than 2^44 elements");
-  return Tiling{m, k, static_cast<uint32_t>(across), static_cast<uint32_t>(count), backwards, false};
+  return {m, k, static_cast<uint32_t>(across), static_cast<uint32_t>(count), backwards, false};
 }
 
 template <class T>
@@ -68,7 +71,7 @@ __device__ void start_tile(const Matrix& x, bool vector, const Tile& t, char* ti
       const int at = n * kThreads + threadIdx.x, i = at / kChunks, chunk = at % kChunks;
       const int left = i < t.rows ? (t.cols - chunk * kPerChunk) * static_cast<int>(sizeof(Raw)) : 0;
       const int valid = min(max(left, 0), kVector);
-      copy_async(tile + chunk_offset<T>(i, chunk), valid ? base + i * x.row_stride + chunk * kPerChunk : base, valid);
+      copy_async<kVector>(tile + chunk_offset<T>(i, chunk), valid ? base + i * x.row_stride + chunk * kPerChunk : base, valid);
     }
     return;
   }
@@ -97,7 +100,7 @@ template <class T>
 __device__ __forceinline__ void store_line(char* tile, int i, int j, const float (&x)[kLine]) {
   constexpr int kPerChunk = kVector / static_cast<int>(sizeof(typename T::Raw));
   Pair<T> line[kLine / 2];
-  store_pairs<T>(x, line);
+  store_pairs(x, line);
   MH_UNROLL
   for (int c = 0; c < kLine / kPerChunk; ++c) {
     uint32_t words[4];
@@ -133,19 +136,19 @@ __device__ __forceinline__ void put_bytes(uint8_t* to, const uint32_t (&w)[kWord
     if (b < n) to[b] = static_cast<uint8_t>(w[b / 4] >> (b % 4 * 8));
 }
 
-// The first n of 16 bytes, zeros after them.
-__device__ __forceinline__ uint4 get_bytes(const uint8_t* from, int n, int width) {
-  if (n >= kVector && width == kVector) return *reinterpret_cast<const uint4*>(from);
-  uint32_t w[4] = {};
-  if (n >= kVector && width >= 4) {
+// Reads the first n bytes of some words, zeros after them.
+template <int kWords>
+__device__ __forceinline__ void get_bytes(const uint8_t* from, uint32_t (&w)[kWords], int n, int width) {
+  MH_UNROLL
+  for (int i = 0; i < kWords; ++i) w[i] = 0;
+  if (n >= kWords * 4 && width >= 4) {
     MH_UNROLL
-    for (int i = 0; i < 4; ++i) w[i] = reinterpret_cast<const uint32_t*>(from)[i];
+    for (int i = 0; i < kWords; ++i) w[i] = reinterpret_cast<const uint32_t*>(from)[i];
   } else {
     MH_UNROLL
-    for (int b = 0; b < kVector; ++b)
+    for (int b = 0; b < kWords * 4; ++b)
       if (b < n) w[b / 4] |= static_cast<uint32_t>(from[b]) << (b % 4 * 8);
   }
-  return {w[0], w[1], w[2], w[3]};
 }
 
 // Offset in the staging area of a unit: the codes of a line, the unit-th of eight in a stored row.
@@ -179,27 +182,24 @@ __device__ __forceinline__ void stage_pairs(uint8_t* staging, int i, int j, cons
   }
 }
 
-// Stored codes to the staging area, zeros where the tensor ends; the counterpart of copy_out.
+// Starts to bring stored codes to the staging area, zeros where the tensor ends; wait_copies and a barrier end it. The
+// counterpart of copy_out.
 template <Kind kind>
-__device__ void copy_in(uint8_t* staging, const uint8_t* from, int64_t pitch, int rows, int bytes, int width) {
-  constexpr int kPieces = kTile * kTile / kLine * Codes<kind>::kBytes / kVector;
-  constexpr int kAcross = kPieces / kTile;
-  uint4 loaded[kPieces / kThreads];
+__device__ void start_codes(uint8_t* staging, const uint8_t* from, int64_t pitch, int rows, int bytes, int width) {
+  constexpr int kUnit = Codes<kind>::kBytes;
   MH_UNROLL
-  for (int n = 0; n < kPieces / kThreads; ++n) {
-    const int at = n * kThreads + threadIdx.x, row = at / kAcross, piece = at % kAcross;
-    loaded[n] = get_bytes(from + (row < rows ? row * pitch + piece * kVector : 0), row < rows ? bytes - piece * kVector : 0, width);
-  }
-  MH_UNROLL
-  for (int n = 0; n < kPieces / kThreads; ++n) {
-    const int at = n * kThreads + threadIdx.x, row = at / kAcross, piece = at % kAcross;
-    const uint4 v = loaded[n];
-    if constexpr (kIsFp4<kind>) {
-      *reinterpret_cast<uint2*>(staging + unit_offset<kind>(row, 2 * piece)) = {v.x, v.y};
-      *reinterpret_cast<uint2*>(staging + unit_offset<kind>(row, 2 * piece + 1)) = {v.z, v.w};
-    } else {
-      *reinterpret_cast<uint4*>(staging + unit_offset<kind>(row, piece)) = v;
+  for (int n = 0; n < kTile * kLinesAcross / kThreads; ++n) {
+    const int at = n * kThreads + threadIdx.x, row = at / kLinesAcross, unit = at % kLinesAcross;
+    const int valid = row < rows ? min(max(bytes - unit * kUnit, 0), kUnit) : 0;
+    const uint8_t* first = valid ? from + row * pitch + unit * kUnit : from;
+    uint8_t* to = staging + unit_offset<kind>(row, unit);
+    if (width >= kUnit) {
+      copy_async<kUnit>(to, first, valid);
+      continue;
     }
+    Codes<kind> codes;
+    get_bytes(first, codes.w, valid, width);
+    stage_codes<kind>(staging, row, unit, codes);
   }
 }
 

@@ -85,6 +85,41 @@ def test_derived_columns(emulated, row):
         assert_same(outs[1], derive_columnwise(kept, parse_format(col), transposed=True), f"{row} -> {col} {shape} column")
 
 
+@pytest.fixture
+def decode_emulated(emulated, monkeypatch):
+    """Decodes of CPU tensors run the emulated kernels."""
+
+    def decode(payload, out, **options):
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "extension", lambda device_type: emulated)
+            kernels._spec.cache_clear()
+            payload.decode(out, **options)
+        kernels._spec.cache_clear()
+        return out
+
+    return decode
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_decodes(decode_emulated, name, direction):
+    """Every way through the decode kernels: payloads stored along and across, outputs of every layout and type, whole and
+    ragged runs, NaN and Inf; both switches of NVFP4."""
+    fmt, turn = parse_format(name), 0
+    switches = ({}, {"outer": False}, {"inverse_rht": False}) if fmt.bits == 4 else ({},)
+    for shape, transposed in itertools.product((*SHAPES, (70, 1040), (0, 8)), (False, True)):
+        x = cast_input(make_input(("normal", "special", "tiny")[turn % 3], shape), "bfloat16")
+        (state,) = new_states([name], "cpu")
+        payload = cast(x, fmt, direction, state=state, rng=new_rng("cpu", *shape), transposed=transposed)
+        for dtype, layout in itertools.product(DTYPES, ("contiguous", LAYOUTS[1 + turn % 3])):
+            options, turn = switches[turn % len(switches)], turn + 1
+            expected = payload.decode(torch.empty(shape, dtype=getattr(torch, dtype)), **options)
+            out = lay_out(torch.full(shape, -3.0, dtype=expected.dtype), layout)
+            decode_emulated(payload, out, **options)
+            what = f"{name} {direction} {shape} {'across' if transposed else 'along'} to {dtype} {layout} {options}"
+            assert_bitwise_equal(out, expected, what, any_nan=dtype == "float32")
+
+
 @pytest.mark.parametrize("row", [None, *FORMATS])
 def test_sums_of_columns(emulated, row):
     """Sums taken on the way are those of the fixed order, whatever is cast; the bytes of the casts stay."""
