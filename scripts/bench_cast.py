@@ -197,7 +197,14 @@ class Bench:
                     expected = caster(q, "cpu")(self.inputs[0].cpu())[side].dequantize(torch.bfloat16)
                     return same_bytes(s.decode(out.fill_(float("nan"))), expected)
 
-                self.add("P4", what, lambda s: s.decode(out), stores, stores[0].nbytes + out.nbytes, equal)
+                def equal_operand(q=q, side=side, s=stores[0]):
+                    expected = caster(q, "cpu")(self.inputs[0].cpu())[side].operand(torch.bfloat16, outer=False)
+                    return same_bytes(s.operand(torch.bfloat16, outer=False), expected)
+
+                nbytes = stores[0].nbytes + out.nbytes
+                self.add("P4", what, lambda s: s.decode(out), stores, nbytes, equal)
+                self.add("P4", f"{what}, as a GEMM reads it", lambda s: s.operand(torch.bfloat16, outer=False), stores, nbytes,
+                         equal_operand)  # fmt: skip
 
     def amaxes(self):
         x = self.inputs[0]

@@ -18,58 +18,82 @@ constexpr int kStripRows = 32;  // rows of a column strip, one warp's
 constexpr int kStrips = kTile / kStripRows;
 constexpr int kSquaresAcross = kTile / 16;  // at most
 
+// Encode scale above the blocks (a preset one, NVFP4's outer one, or 1), and 1 / it.
+struct OuterScale {
+  float encode, inverse;
+};
+
 struct Exchange {
-  float outer[kTile], inverse[kTile];                // encode scales of the rows and 1 / them, for formats with one a row
+  OuterScale rows[kTile];      // of formats with one a row
+  OuterScale fixed[2];         // of the others, of rows and columns
+  float multipliers[2][128];   // of their NVFP4 blocks, by the E4M3 code of the scale
   int32_t squares[kSquaresAcross * kSquaresAcross];  // amaxes of square blocks
   int32_t strips[kStrips][kTile];                    // amaxes of column strips
   int32_t most[2];                                   // of all that this thread block cast, rows and columns
 };
 
-// What a line's elements are multiplied by, and its decode factors.
+// What a line's elements are multiplied by, and the scale as it is stored: a byte, or FP32's bits.
 struct LineScale {
   float mult;
-  float decode, outer;
-  uint32_t keep;  // FP4: 0 where the block holds a NaN
+  uint32_t stored;
 };
 
-// The scale above the blocks: a preset encode scale, NVFP4's outer one, or 1. `line`: the row or column.
+// The scale above the blocks of a row or column.
 template <Kind kind>
-__device__ __forceinline__ float outer_encode(const Direction& d, int64_t line) {
-  if (!kIsFp4<kind> && !is_preset(d.spec)) return 1.0f;
+__device__ __forceinline__ OuterScale outer_scale(const Direction& d, int64_t line) {
+  if (!kIsFp4<kind> && !is_preset(d.spec)) return {1.0f, 1.0f};
   const float amax = __ldcg(d.amax + (d.spec.outer_rows ? line : 0));  // this kernel may have written it
-  return kIsFp4<kind> ? nvfp4_outer_encode(amax) : preset_encode_scale(d.spec, amax, d.fixed_scale);
+  const float encode = kIsFp4<kind> ? nvfp4_outer_encode(amax) : preset_encode_scale(d.spec, amax, d.fixed_scale);
+  return {encode, 1.0f / encode};
 }
 
-// Those of the tile's rows, once a tile; `store`: also as the preset scales they are.
+// nvfp4_multiplier_from_inverse of a scale that the hardware decoded.
+__device__ __forceinline__ float nvfp4_multiplier_of(float scale, float inverse) {
+  const float multiplier = 1.0f / (scale * inverse);
+  return multiplier > kFloatMax ? kFloatMax : multiplier;
+}
+
+// What is known before the tile is there; a barrier ends it. `store`: the rows' scales too, as the preset scales they are.
 template <Kind kind>
-__device__ __forceinline__ void load_outer(const Direction& d, const Tile& t, bool store, Exchange& ex) {
+__device__ __forceinline__ void load_outer(const Direction& d, const Tile& t, bool down, bool store, Exchange& ex) {
   const int i = threadIdx.x;
-  if (!d.spec.outer_rows || i >= t.rows) return;
-  ex.outer[i] = outer_encode<kind>(d, t.m0 + i);
-  ex.inverse[i] = 1.0f / ex.outer[i];
-  if (!kIsFp4<kind> && store && t.k0 == 0) static_cast<float*>(d.scale)[t.m0 + i] = ex.inverse[i];
+  if (d.spec.outer_rows) {
+    if (down || i >= t.rows) return;
+    ex.rows[i] = outer_scale<kind>(d, t.m0 + i);
+    if (!kIsFp4<kind> && store && t.k0 == 0) static_cast<float*>(d.scale)[t.m0 + i] = ex.rows[i].inverse;
+    return;
+  }
+  const int code = i - (down ? 128 : 0);
+  if (code < 0 || code >= (kIsFp4<kind> ? 128 : 1)) return;
+  const OuterScale outer = outer_scale<kind>(d, 0);
+  if (code == 0) ex.fixed[down] = outer;
+  if constexpr (kIsFp4<kind>) {
+    float scale, zero;
+    decode_pair<E4M3>(static_cast<uint32_t>(code), scale, zero);
+    ex.multipliers[down][code] = nvfp4_multiplier_of(scale, outer.inverse);
+  }
 }
 
-// The scale of a line from its block's amax; stores it when `store` is set. `inverse`: 1 / outer.
+// The scale of a line from its block's amax; stores it when `store` is set. `multipliers`: by code, for one outer scale.
 template <Kind kind>
-__device__ __forceinline__ LineScale line_scale(const Direction& d, int32_t amax, float outer, float inverse, int64_t at, bool store) {
-  if constexpr (kIsFp4<kind>) {  // nvfp4_scale and nvfp4_multiplier, converted by the hardware
-    const uint32_t code = encode_pair<E4M3>(bits_float(static_cast<uint32_t>(amax)) * (outer * (1.0f / 6.0f)), 0.0f);
+__device__ __forceinline__ LineScale line_scale(const Direction& d, int32_t amax, const OuterScale& outer, const float* multipliers,
+                                                int64_t at, bool store) {
+  if constexpr (kIsFp4<kind>) {  // nvfp4_scale, converted by the hardware
+    const uint32_t code = encode_pair<E4M3>(bits_float(static_cast<uint32_t>(amax)) * (outer.encode * (1.0f / 6.0f)), 0.0f);
     float scale, zero;
     decode_pair<E4M3>(code, scale, zero);
-    const float multiplier = 1.0f / (scale * inverse);
     if (store) static_cast<uint8_t*>(d.scale)[at] = static_cast<uint8_t>(code);
-    return {multiplier > kFloatMax ? kFloatMax : multiplier, scale, inverse, code == E4M3::kNan ? 0u : ~0u};
+    return {d.spec.outer_rows ? nvfp4_multiplier_of(scale, outer.inverse) : multipliers[code], code};
   }
-  if (is_preset(d.spec)) return {outer, inverse, 1.0f, 0};
+  if (is_preset(d.spec)) return {outer.encode, float_bits(outer.inverse)};
   if (d.spec.scale_rule == ScaleRule::e8m0) {
-    const BlockScale s = block_scale<ScaleRule::e8m0>(d.spec, amax_from_bits(amax), 1.0f);
+    const BlockScale s = block_scale<ScaleRule::e8m0>(d.spec, bits_float(static_cast<uint32_t>(amax)), 1.0f);
     if (store) static_cast<uint8_t*>(d.scale)[at] = static_cast<uint8_t>(s.stored);
-    return {s.multiplier, e8m0_decode(s.stored), 1.0f, 0};
+    return {s.multiplier, s.stored};
   }
   const BlockScale s = block_scale<ScaleRule::fp32>(d.spec, amax_from_bits(amax), 1.0f);
   if (store) static_cast<float*>(d.scale)[at] = bits_float(s.stored);
-  return {s.multiplier, bits_float(s.stored), 1.0f, 0};
+  return {s.multiplier, s.stored};
 }
 
 __device__ __forceinline__ bool is_square(const FormatSpec& s) { return s.block_m > 1 && s.block_m == s.block_k; }
@@ -77,11 +101,6 @@ __device__ __forceinline__ bool is_square(const FormatSpec& s) { return s.block_
 // Where the scale of the block at (i, j) of the tile is stored.
 __device__ __forceinline__ int64_t scale_index(const Direction& d, const Tile& t, int i, int j) {
   return ((t.m0 + i) >> d.block_m_log) * d.scale_step_m + ((t.k0 + j) >> d.block_k_log) * d.scale_step_k;
-}
-
-// Whether the thread with the line at (i, j) stores its block's scale: the first one of the block, inside the tensor.
-__device__ __forceinline__ bool is_first(const Direction& d, const Tile& t, int i, int j) {
-  return (i & (d.spec.block_m - 1)) == 0 && (j & (d.spec.block_k - 1)) == 0 && i < t.rows && j < t.cols;
 }
 
 __device__ __forceinline__ int32_t& square_of(const Direction& d, Exchange& ex, int i, int j) {
@@ -97,7 +116,7 @@ __device__ void collect_squares(const Direction& d, const char* tile, Exchange& 
   const int j = threadIdx.x % kLinesAcross * kLine;
   for (int i = threadIdx.x / kLinesAcross; i < kTile; i += kRowsAtOnce) {
     Pair<T> line[kLine / 2];
-    load_line<T>(tile, i, j, line);
+    load_line<T>(tile, line_offset<T>(i, j), line);
     PairAmax<T> amax;
     MH_UNROLL
     for (int e = 0; e < kLine / 2; ++e) amax.add(line[e]);
@@ -116,12 +135,12 @@ __device__ __forceinline__ int32_t max_of_lines(int32_t amax, int lines) {
   return amax;
 }
 
-template <Kind kind, class Draw>
-__device__ __forceinline__ Codes<kind> encode_line(const FormatSpec& spec, const float (&x)[kLine], const LineScale& s,
-                                                   Draw&& draw) {
+template <Kind kind, class Above>
+__device__ __forceinline__ Codes<kind> encode_line(const FormatSpec& spec, float (&x)[kLine], const LineScale& s,
+                                                   const Signs& signs, Above&& above) {
   Codes<kind> codes;
   if constexpr (kIsFp4<kind>)
-    encode_nibbles(x, s.mult, s.keep, kind == Kind::fp4_mixed && spec.sr, draw, codes.w);
+    encode_nibbles(x, s.mult, s.stored, signs, kind == Kind::fp4_mixed && spec.sr, above, codes.w);
   else if (spec.element == Element::e5m2)
     encode_bytes<E5M2>(x, s.mult, codes);
   else
@@ -129,57 +148,80 @@ __device__ __forceinline__ Codes<kind> encode_line(const FormatSpec& spec, const
   return codes;
 }
 
+// The decode of a line, in its place in the tile.
+template <class T, Kind kind>
+__device__ __forceinline__ void write_decode(const Direction& d, const Codes<kind>& codes, uint32_t stored, float outer, bool turned,
+                                             char* tile, int offset) {
+  float x[kLine];
+  if constexpr (kIsFp4<kind>) {
+    float scale, zero;
+    decode_pair<E4M3>(stored, scale, zero);
+    decode_codes<E2M1>(codes.w, scale, x);
+    MH_UNROLL
+    for (int e = 0; e < kLine; ++e) x[e] = x[e] * outer;
+  } else {
+    const float scale = d.spec.scale_rule == ScaleRule::e8m0 ? e8m0_decode(stored) : bits_float(stored);
+    d.spec.element == Element::e5m2 ? decode_codes<E5M2>(codes.w, 1.0f, x) : decode_codes<E4M3>(codes.w, 1.0f, x);
+    MH_UNROLL
+    for (int e = 0; e < kLine; ++e) x[e] = x[e] * scale;
+  }
+  if (turned) hadamard16(x, true);
+  store_line<T>(tile, offset, x);
+}
+
 // Casts the tile along its rows; `write_back` leaves the decode in the tile. Returns the largest magnitude of this
 // thread's elements where delayed scaling collects it.
 template <class T, Kind kind>
 __device__ int32_t cast_rows(const Direction& d, const Tile& t, bool write_back, char* tile, Exchange& ex) {
+  constexpr int kPerByte = kIsFp4<kind> ? 2 : 1;
   if (is_square(d.spec)) collect_squares<T>(d, tile, ex);
-  const bool needs_amax = !is_preset(d.spec) || d.history;
-  const int block_lines = is_square(d.spec) ? 1 : d.spec.block_k / kLine;
-  const float fixed_outer = d.spec.outer_rows ? 1.0f : outer_encode<kind>(d, 0), fixed_inverse = 1.0f / fixed_outer;
-  const int j = threadIdx.x % kLinesAcross * kLine;
+  const bool blocks = kIsFp4<kind> || !is_preset(d.spec);  // a scale a block
+  const int block_lines = kIsFp4<kind> || is_square(d.spec) ? 1 : d.spec.block_k / kLine;
+  const OuterScale fixed = ex.fixed[0];
+  const int j = threadIdx.x % kLinesAcross * kLine, first = threadIdx.x / kLinesAcross;
+  const int bytes = (t.cols - j + kPerByte - 1) / kPerByte;
+  int offset = held(line_offset<T>(first, j));
+  const bool stores = blocks && j < t.cols && (j & (d.spec.block_k - 1)) == 0;  // the first line of a block
+  const int stored_rows = stores ? t.rows : 0;
+  int64_t scale_at = blocks ? scale_index(d, t, first, j) : 0;
+  // a block is no taller than a step, or as tall as the tile
+  const int64_t scale_step = held((kRowsAtOnce >> d.block_m_log) * d.scale_step_m), step = held(kRowsAtOnce * d.pitch);
+  uint8_t* to = d.codes + (t.m0 + first) * d.pitch + (t.k0 + j) / kPerByte;
   int32_t most = 0;
-  for (int i = threadIdx.x / kLinesAcross; i < kTile; i += kRowsAtOnce) {
+#pragma unroll 1
+  for (int i = first; i < kTile; i += kRowsAtOnce) {
     Pair<T> line[kLine / 2];
-    load_line<T>(tile, i, j, line);
+    load_line<T>(tile, offset, line);
     float x[kLine];
     MH_UNROLL
     for (int e = 0; e < kLine / 2; ++e) x[2 * e] = line[e].lo(), x[2 * e + 1] = line[e].hi();
     const bool turned = kind == Kind::fp4_mixed && d.spec.rht && j + kLine <= t.cols;
     if (turned) hadamard16(x, false);
     int32_t amax = 0;
-    if (needs_amax) {
+    if (blocks || d.history) {
       PairAmax<T> raw;
       MH_UNROLL
       for (int e = 0; e < kLine / 2; ++e) raw.add(line[e]);
       amax = turned ? line_amax(x) : raw.both();
-      most = max_bits(most, amax);
+      if constexpr (!kIsFp4<kind>) most = max_bits(most, amax);
       amax = is_square(d.spec) ? square_of(d, ex, i, j) : max_of_lines(amax, block_lines);
     }
-    const float outer = d.spec.outer_rows ? ex.outer[i] : fixed_outer, inverse = d.spec.outer_rows ? ex.inverse[i] : fixed_inverse;
-    const bool blocks = !is_preset(d.spec);
-    const LineScale s = line_scale<kind>(d, amax, outer, inverse, blocks ? scale_index(d, t, i, j) : 0, blocks && is_first(d, t, i, j));
+    const OuterScale outer = d.spec.outer_rows ? ex.rows[i] : fixed;
+    const bool store = i < stored_rows && (i & (d.spec.block_m - 1)) == 0;
+    const LineScale s = line_scale<kind>(d, amax, outer, ex.multipliers[0], scale_at, store);
     uint32_t draws[kLine / 2];
     if (kind == Kind::fp4_mixed && d.spec.sr) row_draws(d.noise, t.m0 + i, t.k0 + j, draws);
-    const auto draw = [&](int e) { return draws[e / 2] >> (e % 2 * 16) & 0xffffu; };
-    const Codes<kind> codes = encode_line<kind>(d.spec, x, s, draw);
-    if (i >= t.rows || j >= t.cols) continue;
-    constexpr int kPerByte = kIsFp4<kind> ? 2 : 1;
-    uint8_t* to = d.codes + (t.m0 + i) * d.pitch + (t.k0 + j) / kPerByte;
-    put_bytes(to, codes.w, (t.cols - j + kPerByte - 1) / kPerByte, d.width);
-    if (!write_back) continue;
-    if constexpr (kIsFp4<kind>)
-      decode_codes<E2M1>(codes.w, s.decode, x);
-    else
-      d.spec.element == Element::e5m2 ? decode_codes<E5M2>(codes.w, s.decode, x) : decode_codes<E4M3>(codes.w, s.decode, x);
-    MH_UNROLL
-    for (int e = 0; e < kLine; ++e) x[e] = kIsFp4<kind> ? x[e] * s.outer : x[e] * s.decode;
-    if (turned) hadamard16(x, true);
-    store_line<T>(tile, i, j, x);
+    Signs signs;
+    if constexpr (kind == Kind::fp4) signs = Signs::along(line);
+    if constexpr (kind == Kind::fp4_mixed) signs = Signs::of(x);
+    const auto above = [&](int e) { return above_draw(draws[e / 2], e % 2); };
+    const Codes<kind> codes = encode_line<kind>(d.spec, x, s, signs, above);
+    if (i < t.rows && j < t.cols) put_bytes(to, codes.w, bytes, d.width);
+    if (write_back && i < t.rows && j < t.cols) write_decode<T, kind>(d, codes, s.stored, outer.inverse, turned, tile, offset);
+    scale_at += scale_step, to += step, offset += kRowsAtOnce * kTileBytes<T> / kTile;
   }
   return most;
 }
-
 // Amaxes of this thread's two columns over its strip of rows.
 template <class T>
 __device__ __forceinline__ PairAmax<T> strip_amax(const char* tile, int i, int j) {
@@ -189,10 +231,10 @@ __device__ __forceinline__ PairAmax<T> strip_amax(const char* tile, int i, int j
   return amax;
 }
 
-// Casts the tile along its columns into the staging area.
+// Casts the tile along its columns into the staging area. `collected`: the amaxes of square blocks are there.
 template <class T, Kind kind>
-__device__ int32_t cast_columns(const Direction& d, const Tile& t, const char* tile, uint8_t* staging, Exchange& ex) {
-  if (is_square(d.spec)) collect_squares<T>(d, tile, ex);
+__device__ int32_t cast_columns(const Direction& d, const Tile& t, bool collected, const char* tile, uint8_t* staging, Exchange& ex) {
+  if (is_square(d.spec) && !collected) collect_squares<T>(d, tile, ex);
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int j = warp % 2 * (kTile / 2) + 2 * lane, i0 = warp / 2 * kStripRows;
   int32_t block[2] = {0, 0};
@@ -209,12 +251,20 @@ __device__ int32_t cast_columns(const Direction& d, const Tile& t, const char* t
     for (int strip = 0; strip < kStrips; ++strip)
       block[0] = max_bits(block[0], ex.strips[strip][j]), block[1] = max_bits(block[1], ex.strips[strip][j + 1]);
   }
-  float outer[2], inverse[2];
+  OuterScale outer[2] = {ex.fixed[1], ex.fixed[1]};
+  if (d.spec.outer_rows) {
+    MH_UNROLL
+    for (int c = 0; c < 2; ++c) outer[c] = outer_scale<kind>(d, min(t.k0 + j + c, t.k0 + t.cols - 1));
+  }
+  const bool blocks = kIsFp4<kind> || !is_preset(d.spec);  // a scale a block
+  int64_t scale_at = blocks ? scale_index(d, t, i0, j) : 0;
+  const int next_scale = static_cast<int>((j + 1) >> d.block_k_log) - (j >> d.block_k_log);
+  int stored_rows[2];  // a column of blocks is stored by the thread with its first column
   MH_UNROLL
-  for (int c = 0; c < 2; ++c) outer[c] = outer_encode<kind>(d, min(t.k0 + j + c, t.k0 + t.cols - 1)), inverse[c] = 1.0f / outer[c];
+  for (int c = 0; c < 2; ++c) stored_rows[c] = blocks && j + c < t.cols && ((j + c) & (d.spec.block_k - 1)) == 0 ? t.rows : 0;
   const auto scale_of = [&](int i, int c, int32_t amax) {
-    const bool blocks = !is_preset(d.spec);
-    return line_scale<kind>(d, amax, outer[c], inverse[c], blocks ? scale_index(d, t, i, j + c) : 0, blocks && is_first(d, t, i, j + c));
+    const int64_t at = c ? scale_at + next_scale * d.scale_step_k : scale_at;
+    return line_scale<kind>(d, amax, outer[c], ex.multipliers[1], at, i < stored_rows[c] && (i & (d.spec.block_m - 1)) == 0);
   };
   LineScale scales[2];
   if constexpr (!kIsFp4<kind>) {  // blocks are at least as tall as a strip
@@ -234,6 +284,8 @@ __device__ int32_t cast_columns(const Direction& d, const Tile& t, const char* t
       for (int e = 0; e < kLine; ++e) amax.add(pairs[e]);
       block[0] = amax.lo(), block[1] = amax.hi();
     }
+    Signs signs[2];
+    if constexpr (kind == Kind::fp4) Signs::down(pairs, signs);
     Codes<kind> codes[2];
     MH_UNROLL
     for (int c = 0; c < 2; ++c) {
@@ -246,13 +298,15 @@ __device__ int32_t cast_columns(const Direction& d, const Tile& t, const char* t
           hadamard16(x, false);
           amax = line_amax(x);
         }
+        if constexpr (kind == Kind::fp4_mixed) signs[c] = Signs::of(x);
         scales[c] = scale_of(i, c, amax);
       }
-      const auto draw = [&](int e) { return c ? draws[e] >> 16 : draws[e] & 0xffffu; };
-      codes[c] = encode_line<kind>(d.spec, x, scales[c], draw);
+      const auto above = [&](int e) { return above_draw(draws[e], c); };
+      codes[c] = encode_line<kind>(d.spec, x, scales[c], signs[c], above);
       if (d.transposed) stage_codes<kind>(staging, j + c, i / kLine, codes[c]);
     }
     if (!d.transposed) stage_pairs<kind>(staging, i, j, codes);
+    scale_at += d.scale_step_m;  // FP4 blocks are a line tall
   }
   return most;
 }
@@ -326,9 +380,10 @@ constexpr int kBlocksAtOnce = sizeof(typename T::Raw) == 4 ? 2 : (row == Kind::f
 template <class T, Kind row, Kind col>
 __global__ void __launch_bounds__(kThreads, (kBlocksAtOnce<T, row, col>)) cast_tiles(const __grid_constant__ CastArgs a) {
   MH_DYNAMIC_SHARED(uint4, memory);
-  __shared__ Exchange ex;
-  char* tile = reinterpret_cast<char*>(memory);
-  uint8_t* staging = reinterpret_cast<uint8_t*>(memory) + kTileBytes<T>;
+  __shared__ Exchange exchange;
+  Exchange& ex = *held_shared(&exchange);
+  char* tile = held_shared(reinterpret_cast<char*>(memory));
+  uint8_t* staging = reinterpret_cast<uint8_t*>(tile) + kTileBytes<T>;
   if (a.noop && *a.noop) return;
   if constexpr (row == Kind::fp8)
     if (!a.panels.done) store_preset_scales(a.row, a.tiling.m);
@@ -345,14 +400,16 @@ __global__ void __launch_bounds__(kThreads, (kBlocksAtOnce<T, row, col>)) cast_t
     if (threadIdx.x == 0) wait_for(a.panels, item.panel);
     __syncthreads();
   }
-  if constexpr (row != Kind::none) load_outer<row>(a.row, t, a.panels.done, ex);
+  if constexpr (row != Kind::none) load_outer<row>(a.row, t, false, a.panels.done, ex);
+  if constexpr (col != Kind::none) load_outer<col>(a.col, t, true, false, ex);
   wait_copies();
   __syncthreads();
   if (a.sums) sum_columns<T>(a.sums, a.x.cols, t, tile, ex);
   if constexpr (row != Kind::none) most[0] = cast_rows<T, row>(a.row, t, a.derived, tile, ex);
   if constexpr (col != Kind::none) {
     if (a.derived) __syncthreads();
-    most[1] = cast_columns<T, col>(a.col, t, tile, staging, ex);
+    const bool collected = row != Kind::none && !a.derived && is_square(a.row.spec) && a.row.spec.block_m == a.col.spec.block_m;
+    most[1] = cast_columns<T, col>(a.col, t, collected, tile, staging, ex);
     __syncthreads();
     store_columns<col>(a.col, t, staging);
   }

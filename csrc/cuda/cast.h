@@ -22,7 +22,8 @@ struct Direction {
 };
 
 constexpr uint32_t kAhead = 6;              // panels between a look and the cast; 128 rows of 8192 16-bit elements are 2 MiB
-constexpr int kLookCols = 32 * kLine;  // columns of a look
+constexpr int kLookLines = 2;                       // of a lane, in a row
+constexpr int kLookCols = kLookLines * 32 * kLine;  // columns of a look
 
 // Row amaxes that the cast takes itself (panels.cuh). `done` null: it does not.
 struct Panels {

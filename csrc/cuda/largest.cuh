@@ -21,18 +21,23 @@ struct Largest {
   float turned[2] = {0.0f, 0.0f};
   bool raw_nan[2] = {false, false};
 
-  template <int n>
-  __device__ void add_raw(const Pair<T> (&p)[n]) {
+  template <int lines, int n>
+  __device__ void add_raw(const Pair<T> (&p)[lines][n]) {
     PairAmax<T> most;
     MH_UNROLL
-    for (int i = 0; i < n; ++i) most.add(p[i]);
+    for (int i = 0; i < lines * n; ++i) most.add(p[i / n][i % n]);
     if (most.both() > kInfBits) {  // rare
       raw_nan[0] |= most.lo() > kInfBits, raw_nan[1] |= most.hi() > kInfBits;
       most = {};
       MH_UNROLL
-      for (int i = 0; i < n; ++i) most.add(without_nan(p[i]));
+      for (int i = 0; i < lines * n; ++i) most.add(without_nan(p[i / n][i % n]));
     }
     raw.add(most.pair());
+  }
+
+  template <int n>
+  __device__ void add_raw(const Pair<T> (&p)[n]) {
+    add_raw(reinterpret_cast<const Pair<T>(&)[1][n]>(p));
   }
 
   __device__ void add_turned(float (&x)[kLine], bool whole, int column) {

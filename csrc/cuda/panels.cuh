@@ -11,7 +11,7 @@
 
 namespace mh::cuda {
 
-constexpr int kLooksAtOnce = 4;                     // rows that a warp loads before it uses them
+constexpr int kLooksAtOnce = 2;                     // rows that a warp loads before it uses them
 constexpr int kLookRows = kTile / (kThreads / 32);  // rows of a warp
 
 struct Item {
@@ -33,23 +33,32 @@ template <class T>
 __device__ void look(const CastArgs& a, const Item& item) {
   const int lane = threadIdx.x % 32;
   const int64_t m0 = static_cast<int64_t>(item.panel) * kTile + threadIdx.x / 32 * kLookRows;
-  const int64_t k = static_cast<int64_t>(item.at) * kLookCols + lane * kLine;
-  const int n = static_cast<int>(min(max(a.x.cols - k, int64_t{0}), int64_t{kLine}));
-  const auto* base = static_cast<const typename T::Raw*>(a.x.data) + (n ? k * a.x.col_stride : 0);
+  const auto* base = static_cast<const typename T::Raw*>(a.x.data);
   const Target target{nullptr, true, false, a.row.spec.scale_rule != ScaleRule::e4m3_amax};
+  int64_t k[kLookLines];
+  int n[kLookLines];  // elements inside
+  MH_UNROLL
+  for (int l = 0; l < kLookLines; ++l) {
+    k[l] = static_cast<int64_t>(item.at) * kLookCols + (l * 32 + lane) * kLine;
+    n[l] = static_cast<int>(min(max(a.x.cols - k[l], int64_t{0}), int64_t{kLine}));
+  }
   int32_t mine = 0;  // lane r keeps row r
 #pragma unroll 1
   for (int r = 0; r < kLookRows; r += kLooksAtOnce) {
-    Pair<T> line[kLooksAtOnce][kLine / 2];
+    Pair<T> row[kLooksAtOnce][kLookLines][kLine / 2];
     MH_UNROLL
     for (int u = 0; u < kLooksAtOnce; ++u) {
       const bool inside = m0 + r + u < a.x.rows;
-      read_line<T>(base + (inside ? (m0 + r + u) * a.x.row_stride : 0), a.x.col_stride, inside ? n : 0, a.vector, line[u]);
+      MH_UNROLL
+      for (int l = 0; l < kLookLines; ++l) {
+        const int some = inside ? n[l] : 0;
+        read_line<T>(base + (some ? (m0 + r + u) * a.x.row_stride + k[l] * a.x.col_stride : 0), a.x.col_stride, some, a.vector, row[u][l]);
+      }
     }
     MH_UNROLL
     for (int u = 0; u < kLooksAtOnce; ++u) {
       Largest<T> most;
-      most.add_raw(line[u]);
+      most.add_raw(row[u]);
       const int32_t bits = __reduce_max_sync(0xffffffffu, most.get(target));
       if (lane == r + u) mine = bits;
     }

@@ -137,6 +137,33 @@ __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t sel
   return bytes;
 }
 
+// The same number, kept in a register: the compiler does not compute it anew where it is used.
+__device__ __forceinline__ int held(int x) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+r"(x));
+#endif
+  return x;
+}
+
+__device__ __forceinline__ int64_t held(int64_t x) {
+#if defined(__CUDACC__)
+  asm volatile("" : "+l"(x));
+#endif
+  return x;
+}
+
+// The same for where something in shared memory is.
+template <class X>
+__device__ __forceinline__ X* held_shared(X* x) {
+#if defined(__CUDACC__)
+  uint32_t at = static_cast<uint32_t>(__cvta_generic_to_shared(x));
+  asm volatile("" : "+r"(at));
+  return static_cast<X*>(__cvta_shared_to_generic(at));
+#else
+  return x;
+#endif
+}
+
 // Starts copying 16 or 8 bytes into shared memory, of which only the first `valid` are read and the others become 0.
 template <int bytes>
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int valid) {

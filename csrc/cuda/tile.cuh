@@ -83,13 +83,19 @@ __device__ void start_tile(const Matrix& x, bool vector, const Tile& t, char* ti
   }
 }
 
-// The line along K that starts at (i, j).
+// Byte offset in the tile of the line along K that starts at (i, j): of its first chunk. That of its c-th differs from it by
+// c chunks in an exclusive or.
 template <class T>
-__device__ __forceinline__ void load_line(const char* tile, int i, int j, Pair<T> (&line)[kLine / 2]) {
+__device__ __forceinline__ int line_offset(int i, int j) {
+  return element_offset<T>(i, j);
+}
+
+template <class T>
+__device__ __forceinline__ void load_line(const char* tile, int offset, Pair<T> (&line)[kLine / 2]) {
   constexpr int kPerChunk = kVector / static_cast<int>(sizeof(typename T::Raw));
   MH_UNROLL
   for (int c = 0; c < kLine / kPerChunk; ++c) {
-    const uint4 v = *reinterpret_cast<const uint4*>(tile + chunk_offset<T>(i, j / kPerChunk + c));
+    const uint4 v = *reinterpret_cast<const uint4*>(tile + (offset ^ c * kVector));
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
     MH_UNROLL
     for (int w = 0; w < 4; ++w) line[(4 * c + w) / Pair<T>::kWords].w[(4 * c + w) % Pair<T>::kWords] = words[w];
@@ -97,7 +103,7 @@ __device__ __forceinline__ void load_line(const char* tile, int i, int j, Pair<T
 }
 
 template <class T>
-__device__ __forceinline__ void store_line(char* tile, int i, int j, const float (&x)[kLine]) {
+__device__ __forceinline__ void store_line(char* tile, int offset, const float (&x)[kLine]) {
   constexpr int kPerChunk = kVector / static_cast<int>(sizeof(typename T::Raw));
   Pair<T> line[kLine / 2];
   store_pairs(x, line);
@@ -106,7 +112,7 @@ __device__ __forceinline__ void store_line(char* tile, int i, int j, const float
     uint32_t words[4];
     MH_UNROLL
     for (int w = 0; w < 4; ++w) words[w] = line[(4 * c + w) / Pair<T>::kWords].w[(4 * c + w) % Pair<T>::kWords];
-    *reinterpret_cast<uint4*>(tile + chunk_offset<T>(i, j / kPerChunk + c)) = {words[0], words[1], words[2], words[3]};
+    *reinterpret_cast<uint4*>(tile + (offset ^ c * kVector)) = {words[0], words[1], words[2], words[3]};
   }
 }
 

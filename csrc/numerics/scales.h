@@ -24,15 +24,12 @@ MH_HD float fp32_encode_scale(float amax, float element_max, float eps, bool pow
 
 // --- E8M0 ------------------------------------------------------------------------------------------------------------
 
-// Smallest power of two that is >= v, as a biased exponent. Rounding up keeps the block's maximum inside the element's
-// range; code 0 is 2^-127, whose FP32 is the subnormal 0x00400000.
+// Smallest power of two that is >= v, as a biased exponent: what lies above a power of two carries into the exponent. Rounding
+// up keeps the block's maximum inside the element's range; code 0 is 2^-127, whose FP32 is the subnormal 0x00400000.
 MH_HD uint32_t e8m0_encode(float v) {
-  const int32_t bits = abs_bits(v);
-  const int32_t exponent = bits >> 23;
-  const int32_t mantissa = bits & 0x7fffff;
-  const int32_t above = mantissa > (exponent == 0 ? 0x400000 : 0) ? 1 : 0;
-  const int32_t code = exponent + above < 254 ? exponent + above : 254;
-  return static_cast<uint32_t>(bits > kInfBits ? 255 : code);
+  const uint32_t bits = static_cast<uint32_t>(abs_bits(v));
+  const uint32_t code = (bits + (bits < 0x00800000u ? 0x3fffffu : 0x7fffffu)) >> 23;
+  return bits > static_cast<uint32_t>(kInfBits) ? 255u : (code < 254u ? code : 254u);
 }
 
 MH_HD float e8m0_decode(uint32_t code) {

@@ -54,6 +54,14 @@ def build_driver(folder: Path, sanitizer: str) -> Path:
     return driver
 
 
+def build_codes(folder: Path) -> Path:
+    """A program that compares the lines' codes with the definition; it needs no emulated threads."""
+    program = folder / "codes"
+    objects = compile_all(folder, [HERE / "codes.cpp", HERE / "emulate.cpp"], ["-O2"])
+    subprocess.run(["g++", *objects, "-o", str(program)], check=True)
+    return program
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)

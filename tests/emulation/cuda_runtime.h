@@ -79,11 +79,10 @@ T __ldcg(const T* at) {
 
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
 
-// For sums whose double is exact: the kernels' are of numbers of 24 bits within 2^29 of each other.
-inline float __fmaf_rz(float a, float b, float c) {
-  const double sum = static_cast<double>(a) * static_cast<double>(b) + static_cast<double>(c);
-  const float nearest = static_cast<float>(sum);
-  return std::fabs(static_cast<double>(nearest)) > std::fabs(sum) ? std::nextafterf(nearest, 0.0f) : nearest;
+inline float __fmul_rz(float a, float b) {
+  const double product = static_cast<double>(a) * static_cast<double>(b);  // exact
+  const float nearest = static_cast<float>(product);
+  return std::fabs(static_cast<double>(nearest)) > std::fabs(product) ? std::nextafterf(nearest, 0.0f) : nearest;
 }
 
 using std::max;

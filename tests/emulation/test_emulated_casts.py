@@ -6,6 +6,7 @@ The GPU runs of `tests/numerics/test_cast_pair.py` say more; this says it where 
 import importlib.util
 import itertools
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from megatron_hybrid.testing.assertions import assert_bitwise_equal
 from megatron_hybrid.testing.generators import cast_input, make_input
 
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "numerics")]
-from build import build_module  # noqa: E402
+from build import build_codes, build_module  # noqa: E402
 from test_cast_pair import FORMATS, LAYOUTS, SHAPES, assert_same, empty, lay_out, new_rng, new_states, panel_sums  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
@@ -33,6 +34,12 @@ def emulated(tmp_path_factory):
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module
+
+
+def test_codes_of_fp4(tmp_path):
+    """Every magnitude that rounding to E2M1 can see, nearest and stochastic, and blocks under all sizes of scales."""
+    found = subprocess.run([build_codes(tmp_path)], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
 
 
 def cast_emulated(module, outs, x, states, rng, derived=False, sums=None, gate=None, grad=None):
