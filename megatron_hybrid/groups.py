@@ -9,6 +9,9 @@ import functools
 
 import torch
 
+from . import ops_triton
+from .permutation import gather_rows
+
 
 class Groups:
     """`num` contiguous groups of rows of a (T, K) tensor.
@@ -120,10 +123,18 @@ class Layout:
             return None
         return torch.arange(self.groups.rows, device=self.groups.device) + self._shift[self.groups.of_row]
 
+    @functools.cached_property
+    def source(self) -> torch.Tensor:
+        """int32 (rows,): the row that each row of the spread-out tensor comes from, -1 for zeros. Only where rows move."""
+        found = torch.full((self.rows,), -1, dtype=torch.int32, device=self.groups.device)
+        return found.index_copy_(0, self.place, torch.arange(self.groups.rows, dtype=torch.int32, device=found.device))
+
     def spread(self, x: torch.Tensor) -> torch.Tensor:
         """x (T, K) -> (rows, K)."""
         if self.place is None:
             return x
+        if ops_triton.reason(x.device) is None:
+            return gather_rows(x, self.source)
         return x.new_zeros(self.rows, x.shape[1]).index_copy_(0, self.place, x)
 
     @functools.cached_property

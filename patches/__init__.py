@@ -32,6 +32,7 @@ _MODULES = (  # in the order of application
     "fused_adam",
     "load_fp32",
     "megatron_fsdp",
+    "moe_permutation",
     "multi_tensor",
     "offload_on_cpu",
     "offload_resume",

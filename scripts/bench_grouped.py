@@ -154,8 +154,8 @@ def profile(subject: Subject, data) -> dict[str, float]:
     events = [e for e in recorded.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     kernels, longest = [(e.name, e.time_range.elapsed_us()) for e in events], Counter()
     for name, us in kernels:
-        longest[name[:70]] += us
-    return {"kinds": kernel_shares(kernels), "longest": longest.most_common(8)}
+        longest[name[:120]] += us
+    return {"kinds": kernel_shares(kernels), "longest": longest.most_common(14)}
 
 
 def bench(args) -> list[dict]:

@@ -5,14 +5,15 @@
 Megatron's router, permutation and unpermutation over our experts, on one rank: with --experts N the rank holds N of the
 model's experts and its tokens go to those alone, as many to each as in a run where the experts are spread over ranks.
 Weights quantized before (their cache is kept), and cast in every step with --cast-weights. All recipes take turns in
-every round. --profile prints the share of casts, permutes and GEMMs. Without a GPU it runs on the CPU, for trying the
-script: give small sizes.
+every round. Permutation and SwiGLU are our kernels; --plain leaves Megatron's. --profile prints the share of casts and
+GEMMs and the kernels of a step, longest first. Without a GPU it runs on the CPU, for trying the script: give small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import time
 
 import torch
 import yaml
@@ -35,6 +36,7 @@ with quiet_missing_te_warnings():
 
     from megatron_hybrid import Recipe
     from megatron_hybrid.mcore import driver
+    from megatron_hybrid.mcore.parts import choose
     from megatron_hybrid.mcore.recipe_hook import carry
     from megatron_hybrid.mcore.spec import layer_spec
 
@@ -51,9 +53,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, help="of the model's experts on this rank (default: all, at most 32)")
     parser.add_argument("--recipe", nargs="+", default=RECIPES, help="names or paths; the first is the reference")
     parser.add_argument("--cast-weights", action="store_true", help="cast the weights in every step")
+    parser.add_argument("--plain", action="store_true", help="permutation and SwiGLU as Megatron has them without us")
     parser.add_argument("--dispatcher", choices=["alltoall", "allgather"], default="alltoall")
     parser.add_argument("--repeat", type=int, default=10)
-    parser.add_argument("--profile", action="store_true", help="device time of one step by kind of kernel")
+    parser.add_argument("--profile", action="store_true", help="device time of one step by kind of kernel, and by kernel")
     parser.add_argument("--json", help="write rows, card, versions and commit here")
     parser.add_argument("--commit", help="what to record as the commit where there is no git checkout")
     return parser.parse_args()
@@ -79,12 +82,14 @@ def config(path: str, args) -> TransformerConfig:
     )  # fmt: skip
 
 
-def build(cfg: TransformerConfig, recipe: str, *, cast_weights: bool) -> Subject:
+def build(cfg: TransformerConfig, recipe: str, *, cast_weights: bool, plain: bool) -> Subject:
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
     cfg.quant_recipe = carry(Recipe.load(recipe))
     groups = ProcessGroupCollection.use_mpu_process_groups()
-    layer = layer_spec(cfg, experts=True).submodules.mlp(config=cfg, pg_collection=groups).to(DEVICE)
+    parts = choose(cfg, False if plain else None)
+    parts.prepare(cfg)
+    layer = layer_spec(cfg, experts=True, parts=parts).submodules.mlp(config=cfg, pg_collection=groups).to(DEVICE)
     layer.set_layer_number(1)
     for name, module in layer.named_modules():
         if hasattr(module, "finish_init"):
@@ -119,7 +124,7 @@ def bench(path: str, tokens: int, args) -> list[dict]:
     g = torch.Generator(DEVICE).manual_seed(2)
     shape = (tokens, 1, cfg.hidden_size)
     data = [tuple(torch.randn(shape, generator=g, device=DEVICE).bfloat16() for _ in range(2)) for _ in range(DATA_SETS)]
-    subjects = [build(cfg, recipe, cast_weights=args.cast_weights) for recipe in args.recipe]
+    subjects = [build(cfg, recipe, cast_weights=args.cast_weights, plain=args.plain) for recipe in args.recipe]
     reference = subjects[0].run(*data[0])
     off = [relative(s.run(*data[0]), reference) for s in subjects]
     timed(subjects, data, 2)
@@ -148,6 +153,8 @@ def show(rows: list[dict]) -> None:
             total = sum(row["profile"]["kinds"].values())
             shares = ", ".join(f"{k} {v / total:.0%}" for k, v in row["profile"]["kinds"].items())
             print(f"{row['model']}, {row['tokens']} tokens, {row['what']}: {shares} of {total:.0f} us")
+            for name, us in row["profile"]["longest"]:
+                print(f"{us:10.0f}  {name}")
 
 
 def main() -> int:
@@ -159,8 +166,10 @@ def main() -> int:
     rows = []
     for path in args.model:
         for tokens in args.tokens:
+            began = time.perf_counter()
             rows += (part := bench(path, tokens, args))
             show(part)
+            print(f"in {time.perf_counter() - began:.0f} s", flush=True)
             if ON_GPU:
                 torch.cuda.empty_cache()
     write_result(args.json, rows, commit=args.commit)

@@ -107,10 +107,17 @@ class GroupedMm:
     def rows(self, gemm, plans, a, w, groups, dtype):
         _count(plans, gemm)
         y = torch._grouped_mm(bf16_operand(a), _bf16_stack(w).transpose(1, 2), offs=groups.layout(1).ends)
-        if (scale := epilogue_scale(a)) is not None:
-            y = y * scale.reshape(-1, 1)
-        if isinstance(w.payload, QuantizedStorage) and (scale := epilogue_scale(w.payload)) is not None:
-            y = y * scale.view(w.num, -1)[groups.of_row]
+        by_row = epilogue_scale(a)
+        by_col = epilogue_scale(w.payload) if isinstance(w.payload, QuantizedStorage) else None
+        if by_row is not None and by_col is not None and ops_triton.reason(y.device) is None:
+            from ..ops_triton.permute import scale_rows
+
+            by_row = by_row.reshape(-1).expand(y.shape[0]).contiguous()
+            return scale_rows(y, by_row, by_col.reshape(w.num, -1).contiguous(), groups.of_row)
+        if by_row is not None:
+            y = y * by_row.reshape(-1, 1)
+        if by_col is not None:
+            y = y * by_col.view(w.num, -1)[groups.of_row]
         return y.to(dtype)
 
     def contract(self, plans, a, b, dtype, accumulate_into=None):

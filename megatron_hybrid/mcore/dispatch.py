@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from ..grouped_at_once import why_not
 from ..linear import LOCAL, LinearCall
+from ..permutation import chunk_sources, gather_rows
 from ..plan import INPUT, GemmPlan, PlanError
 from ..storage import QuantizedStorage
 from ..tensor import HybridTensor, payload
@@ -110,6 +111,8 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
         that its token goes to.
         """
         chosen, token = self.routing_map, self.reversed_local_input_permutation_mapping
+        if self.config.moe_permute_fusion:
+            token = token.tokens
         row = torch.arange(rows, device=token.device)
         if self.drop_and_pad:
             expert = row // self.capacity
@@ -133,12 +136,9 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
         return tokens, sizes, probs
 
     def _order(self, rows: int, device) -> torch.Tensor:
-        """int64 (T,): which received row stands where, sorted by expert and then by the rank it came from."""
-        at = torch.arange(rows, device=device)
-        if self.drop_and_pad:
-            return at.view(-1, self.num_local_experts, self.capacity).transpose(0, 1).flatten()
-        chunks = at.split(self.num_global_tokens_per_local_expert.ravel().tolist())
-        return torch.cat([chunks[i] for i in self.sort_input_by_local_experts.tolist()])
+        """int32 (T,): which received row stands where, sorted by expert and then by the rank it came from."""
+        sizes = self.num_global_tokens_per_local_expert.ravel().to(device)
+        return chunk_sources(sizes, self.sort_input_by_local_experts, rows)
 
 
 class QuantizedOnOneRank(OneRank, QuantizedDispatcher):
@@ -200,10 +200,12 @@ class _Sort(torch.autograd.Function):
     def forward(ctx, x: HybridTensor, order):
         ctx.save_for_backward(order)
         row = payload(x, "rowwise")
-        row = replace(row, **{name: t[order] for name, t in row.buffers().items()})
+        row = replace(row, **{name: gather_rows(t, order) for name, t in row.buffers().items()})
         return HybridTensor.from_storages(row, None, x.shape, x.dtype, x.quantizer)
 
     @staticmethod
     def backward(ctx, dy):
         (order,) = ctx.saved_tensors
-        return torch.empty_like(dy).index_copy_(0, order, dy), None
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
+        return gather_rows(dy, back), None

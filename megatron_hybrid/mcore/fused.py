@@ -7,14 +7,26 @@ import types
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
+from .. import patches
 from ..gated_cast import swiglu_for
 from ..ops_triton.cross_entropy import cross_entropy
 from ..ops_triton.norm import MAX_SIZE as MAX_NORM_SIZE
 from ..ops_triton.norm import norm
 from ..ops_triton.rotary import split_rotate
+from ..ops_triton.swiglu import weighted_swiglu
+from .experts import HybridGroupedMLP
 from .norm import HybridNorm
 
-__all__ = ["MAX_NORM_SIZE", "FusedMLP", "FusedNorm", "FusedResidualNorm", "FusedSelfAttention", "fuse_loss"]
+__all__ = [
+    "MAX_NORM_SIZE",
+    "FusedGroupedMLP",
+    "FusedMLP",
+    "FusedNorm",
+    "FusedResidualNorm",
+    "FusedSelfAttention",
+    "fuse_loss",
+    "fuse_permutation",
+]
 
 
 class FusedNorm(HybridNorm):
@@ -48,6 +60,19 @@ class FusedMLP(MLP):
         y, bias = self.linear_fc1(hidden_states)
         fc2 = self.linear_fc2
         return fc2(swiglu_for(y, bias, fc2.hq, fc2.weight, training=fc2.training))
+
+
+class FusedGroupedMLP(HybridGroupedMLP):
+    """Experts whose SwiGLU times the routing weight is one kernel each way."""
+
+    def _activate(self, hidden, probs):
+        return weighted_swiglu(hidden, probs.reshape(-1))
+
+
+def fuse_permutation(config) -> None:
+    """`--moe-permute-fusion` on, with our kernels."""
+    patches.apply_all(["moe_permutation"])
+    config.moe_permute_fusion = True
 
 
 class FusedSelfAttention(SelfAttention):

@@ -41,8 +41,9 @@ class OneRankAllGather(MoEAllGatherTokenDispatcher):
         self.hidden_shape_before_permute = hidden_states.shape
         self.local_map, self.routing_map = self.routing_map, None
         rows, self.local_probs, self.reversed_local_input_permutation_mapping, *_ = permute(
-            hidden_states, self.local_map, probs=probs, num_out_tokens=hidden_states.shape[0] * self.router_topk
-        )
+            hidden_states, self.local_map, probs=probs, num_out_tokens=hidden_states.shape[0] * self.router_topk,
+            fused=self.config.moe_permute_fusion,
+        )  # fmt: skip
         return rows, self.local_map.sum(dim=0), self.local_probs
 
 

@@ -14,19 +14,23 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
 from .. import ops_triton
+from .experts import HybridGroupedMLP
 from .layers import compute_device
 from .norm import HybridNorm
 
 
 @dataclass(frozen=True)
 class LayerParts:
-    """Classes to build a layer from. fuse_loss: a hook on the model's chunks, or None."""
+    """Classes to build a layer from. fuse_loss: a hook on the model's chunks, or None. prepare: what the configuration
+    needs before layers are built from it."""
 
     norm: type = HybridNorm
     residual_norm: type = HybridNorm  # where the residual stream branches off
     self_attention: type = SelfAttention
     mlp: type = MLP
+    grouped_mlp: type = HybridGroupedMLP
     fuse_loss: Callable[[list], list] | None = None
+    prepare: Callable[[object], None] = lambda config: None
 
     def dense_mlp(self, builder: functools.partial) -> functools.partial:
         """Megatron's builder of a dense MLP, building ours from the same linears."""
@@ -48,7 +52,9 @@ def choose(config, fused: bool | None = None) -> LayerParts:
         residual_norm=_residual_norm(config, kernels) if norms else HybridNorm,
         self_attention=SelfAttention if _keeps_attention(config) else kernels.FusedSelfAttention,
         mlp=kernels.FusedMLP if _is_swiglu(config) else MLP,
+        grouped_mlp=kernels.FusedGroupedMLP if _is_swiglu(config) else HybridGroupedMLP,
         fuse_loss=kernels.fuse_loss,
+        prepare=kernels.fuse_permutation,
     )
 
 

@@ -32,7 +32,7 @@ from ..recipe import Recipe
 from ..recipe_callable import CallableRecipe, as_recipe
 from . import attention, checkpoint, dispatch, driver
 from .errors import UserError
-from .experts import HybridGroupedMLP, HybridGroupedParallelLinear
+from .experts import HybridGroupedParallelLinear
 from .layers import HybridColumnParallelLinear, HybridParallelLinear, HybridRowParallelLinear
 from .modules import OUTPUT_LAYER, enumerate_modules, expert_layers
 from .moe_layer import HybridMoELayer
@@ -69,7 +69,7 @@ class HybridSpecProvider(LocalSpecProvider):
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool):
         if moe_use_grouped_gemm:
-            return HybridGroupedMLP
+            return self.parts.grouped_mlp
         linears = MLPSubmodules(linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear())
         return functools.partial(SequentialMLP, submodules=linears)
 
@@ -121,7 +121,6 @@ def _refuse_unsupported_experts(config) -> None:
     """What Megatron's mixture of experts does only with Transformer Engine or other packages, and what we lack."""
     reasons = {
         "--moe-token-dispatcher-type flex": config.moe_token_dispatcher_type == "flex",
-        "--moe-permute-fusion": config.moe_permute_fusion,
         "--moe-router-fusion": config.moe_router_fusion,
         "--moe-latent-size": bool(config.moe_latent_size),
         "--moe-router-padding-for-quantization": bool(config.moe_router_padding_for_quantization),
@@ -201,6 +200,7 @@ class HybridLayerSpec:
         config.quant_recipe = carry(recipe)
         checkpoint.record_in_run(recipe)
         parts = choose(config, self.fused)
+        parts.prepare(config)
         hooks = model_config.pre_wrap_hooks  # in this order: the driver finds the output layer quantized
         wanted = (
             _quantize_output_layer if recipe.lm_head else None,

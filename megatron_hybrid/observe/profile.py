@@ -30,7 +30,8 @@ KINDS = (  # of kernels, by name; the first that fits
     ("attention", r"sdpa|fmha|flash|cudnn::fusion"),
     (GEMMS, r"gemm|nvjet|cutlass|xmma|splitk|cublas|grouped|^_rows|^_contract"),
     (CASTS, r"mh::|^_cast|^_amax"),
-    ("fused", r"^_(norm|swiglu|split_rotate|loss|column)"),
+    ("permutation", r"^_(gather|sum|index|dot)\b"),
+    ("fused", r"^_(norm|swiglu|weighted|split_rotate|loss|column|scale)"),
     ("copies", r"memcpy|memset|copy_kernel|CatArray"),
     ("torch elementwise", r"elementwise|reduce_kernel|triton_"),
 )

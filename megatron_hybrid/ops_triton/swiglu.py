@@ -2,6 +2,9 @@
 
     dgate = dy * up * s * (1 + gate * (1 - s))        s = sigmoid(gate)
     dup   = dy * gate * s
+
+Weighted, for experts: `y = silu(gate) * up * weight` with a weight a row; dy times the weight takes dy's place, and
+dweight is the row's sum of `dy * silu(gate) * up`.
 """
 
 from __future__ import annotations
@@ -44,6 +47,33 @@ def _swiglu_backward(dy, x, bias, dx, dy_stride, stride, F, BIASED: tl.constexpr
     s = 1.0 / (1.0 + tl.exp(-gate))
     tl.store(dx + row * 2 * F + col, d * up * s * (1.0 + gate * (1.0 - s)), mask=col < F)
     tl.store(dx + row * 2 * F + F + col, d * gate * s, mask=col < F)
+
+
+@triton.jit
+def _weighted_forward(x, weights, y, stride, F, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate, up = _load(x, x, row, col, stride, F, False)
+    weight = tl.load(weights + row).to(tl.float32)
+    tl.store(y + row * F + col, gate / (1.0 + tl.exp(-gate)) * up * weight, mask=col < F)
+
+
+@triton.jit
+def _weighted_backward(dy, x, weights, dx, dweights, dy_stride, stride, F, BLOCK: tl.constexpr):
+    """A program a row, so that the row's sum is in one place."""
+    row = tl.program_id(0).to(tl.int64)
+    weight = tl.load(weights + row).to(tl.float32)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, F, BLOCK):
+        col = start + tl.arange(0, BLOCK)
+        gate, up = _load(x, x, row, col, stride, F, False)
+        d = tl.load(dy + row * dy_stride + col, mask=col < F, other=0.0).to(tl.float32)
+        s = 1.0 / (1.0 + tl.exp(-gate))
+        total += d * gate * s * up
+        d *= weight
+        tl.store(dx + row * 2 * F + col, d * up * s * (1.0 + gate * (1.0 - s)), mask=col < F)
+        tl.store(dx + row * 2 * F + F + col, d * gate * s, mask=col < F)
+    tl.store(dweights + row, tl.sum(total, axis=0))
 
 
 def product(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -91,3 +121,41 @@ class SwigluFunction(torch.autograd.Function):
 def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`silu(gate) * up` (..., F) of x + bias, x (..., 2F) holding gate, then up; bias (2F,)."""
     return SwigluFunction.apply(x, bias)
+
+
+class WeightedSwigluFunction(torch.autograd.Function):
+    """See `weighted_swiglu`."""
+
+    @staticmethod
+    def forward(ctx, x, weights):
+        x = as_rows(x)
+        ctx.save_for_backward(x, weights)
+        M, F = x.shape[0], x.shape[1] // 2
+        y, block = torch.empty(M, F, dtype=x.dtype, device=x.device), _block(F)
+        if M:
+            with on_device(x):
+                _weighted_forward[M, triton.cdiv(F, block)](x, weights, y, x.stride(0), F, BLOCK=block)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weights = ctx.saved_tensors
+        M, F = x.shape[0], x.shape[1] // 2
+        dy, dx, dweights = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weights)
+        if M:
+            with on_device(x):
+                _weighted_backward[M,](
+                    dy, x, weights, dx, dweights, dy.stride(0), x.stride(0), F, BLOCK=_block(F)
+                )
+        return dx, dweights
+
+
+def _block(F: int) -> int:
+    """Columns of a program: all of a narrow row's."""
+    return min(_BLOCK // 2, triton.next_power_of_2(F))
+
+
+def weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up * weight` (M, F) of rows x (M, 2F) holding gate, then up; weights (M,), one a row, contiguous."""
+    return WeightedSwigluFunction.apply(x, weights)

@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from tp_cases import Ranks, close_sum, compare_gemm, partial_sums, recorded_operands
 
-from megatron_hybrid import Recipe
+from megatron_hybrid import Recipe, patches
 from megatron_hybrid.linear import LOCAL
 from megatron_hybrid.mcore import dispatch, driver
 from megatron_hybrid.mcore.experts import HybridGroupedMLP
@@ -196,6 +196,29 @@ def check_grouped_and_sequential_experts_agree():
             ]  # fmt: skip
             results.append([loss, *grads])
         assert all(torch.equal(a, b) for a, b in zip(*results)), recipe
+
+
+def check_permutation_in_our_kernels_places_is_megatron_s():
+    """`--moe-permute-fusion`, its torch operations here: with two experts a token the same bits, whichever dispatcher."""
+    patches.apply_all(["moe_permutation"])
+    travels = Recipe.from_dict({**Recipe.load(ROWSCALED).to_dict(), "dispatch": "quantized"})
+    cases = [("bf16", 2, {}), ("bf16", 2, {"moe_token_dispatcher_type": "allgather"}), ("fp8_rowwise", 1, {}),
+             ("fp8_block", 1, {"moe_token_dispatcher_type": "allgather"}), (travels, 2, {}), (travels, 1, {}),
+             ("bf16", 2, {"moe_expert_capacity_factor": 0.75}),
+             ("bf16", 2, {"moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}),
+             ("bf16", 2, {"grouped": False})]  # fmt: skip
+    for recipe, ep, changes in cases:
+        results = []
+        for fused in (False, True):
+            parallel(ep=ep)
+            model = moe(recipe, num_layers=1, moe_permute_fusion=fused, **changes)
+            attached = driver.attach([model.module], seed=1)
+            if attached is not None:
+                attached.controller.begin_step(1)
+            loss = losses(model)
+            loss.sum().backward()
+            results.append([loss, *(p.grad for p in model.parameters())])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (recipe, ep, changes)
 
 
 def check_experts_split_over_ranks_are_one_rank_s_cut():

@@ -18,11 +18,11 @@ from types import SimpleNamespace
 import torch
 from triton.runtime import interpreter
 
-from megatron_hybrid import grouped_columns, parse_format
+from megatron_hybrid import grouped_columns, parse_format, permutation
 from megatron_hybrid.gemm import DeviceKind, GemmPair
 from megatron_hybrid.gemm.grouped import OWN
 from megatron_hybrid.groups import Groups
-from megatron_hybrid.ops_triton import cross_entropy, norm, rotary, sums, swiglu
+from megatron_hybrid.ops_triton import cross_entropy, norm, permute, rotary, sums, swiglu
 from megatron_hybrid.stacked import GroupedColumns, StackedWeight
 from megatron_hybrid.storage import cast
 
@@ -146,6 +146,92 @@ def check_swiglu(device):
             rows = shape[0] * shape[1]
             summed, total = x.grad.double().sum((0, 1)), x.grad.double().abs().sum((0, 1))
             within(bias.grad, summed, half_ulp(dtype), (rows + 2) * U32 * total)
+
+
+def check_weighted_swiglu(device):
+    for rows, F, dtype, weight_dtype in [(7, 150, BF16, FP32), (5, 1300, BF16, BF16), (3, 32, FP32, FP32), (0, 16, BF16, FP32)]:
+        x = randn(rows, 2 * F, seed=1, device=device, dtype=dtype, scale=4.0).requires_grad_()
+        weights = randn(rows, seed=2, device=device, dtype=weight_dtype).requires_grad_()
+        y = swiglu.weighted_swiglu(x, weights)
+        dy = randn(rows, F, seed=3, device=device, dtype=dtype)
+        y.backward(dy)
+        gate, up = x.detach().double().chunk(2, -1)
+        w, s = weights.detach().double().unsqueeze(1), gate.sigmoid()
+        d = dy.double() * w
+        steps = (4 * gate.abs() + 28) * U32 * (1 + gate.abs())
+        exact = torch.cat((d * up * s * (1 + gate * (1 - s)), d * gate * s), -1)
+        size = torch.cat((d.abs() * (up.abs() + 1) * s, d.abs() * (gate.abs() + 1) * s), -1)
+        size_y = gate.abs() * s * (up.abs() + 1)
+        if not rows:
+            assert y.shape == (0, F) and x.grad.shape == x.shape and weights.grad.shape == (0,)
+            continue
+        within(y.detach(), gate * s * up * w, half_ulp(dtype), steps * size_y * w.abs())
+        within(x.grad, exact, half_ulp(dtype), torch.cat((steps, steps), -1) * size)
+        terms = dy.double() * gate * s * up
+        lost = (steps * size_y * dy.double().abs()).sum(1) + F * U32 * terms.abs().sum(1)
+        within(weights.grad, terms.sum(1), half_ulp(weight_dtype), lost)
+
+
+def routing(tokens, experts, most, *, seed, device, exact=True):
+    """bool (tokens, experts): `most` experts a token, or up to as many; the last expert gets none where it may."""
+    g = torch.Generator().manual_seed(seed)
+    chosen = torch.zeros(tokens, experts, dtype=torch.bool)
+    for t in range(tokens):
+        few = most if exact else int(torch.randint(0, most + 1, (), generator=g))
+        chosen[t, torch.randperm(experts - (most < experts), generator=g)[:few]] = True
+    return chosen.to(device)
+
+
+ROUTINGS = [(37, 8, 2, True), (37, 8, 1, True), (70, 32, 8, True), (19, 5, 5, True), (33, 130, 9, False), (1, 1, 1, True)]
+
+
+def check_row_maps(device):
+    for tokens, experts, most, exact in ROUTINGS:
+        routed = routing(tokens, experts, most, seed=1, device=device, exact=exact)
+        for num_rows in {int(routed.sum()), int(routed.sum()) + 3}:
+            found = permute.index(routed, num_rows)
+            for a, b in zip(found, permutation._index(routed, num_rows), strict=True):
+                assert a.dtype == torch.int32 and torch.equal(a, b), (tokens, experts, most, num_rows)
+
+
+def check_copies_and_sums_of_rows(device):
+    for (tokens, experts, most, exact), dtype in itertools.product(ROUTINGS, (BF16, FP32)):
+        routed = routing(tokens, experts, most, seed=1, device=device, exact=exact)
+        num_rows = int(routed.sum()) + 2
+        choice, starts, rows = permute.index(routed, num_rows)
+        x = randn(tokens, 3 * 40, seed=2, device=device, dtype=dtype)[:, 40:80]
+        token = choice.long().div(experts, rounding_mode="floor")
+        copies = torch.where((choice >= 0)[:, None], x[token], 0)
+        assert torch.equal(permute.gather(x, choice, experts), copies)
+        y, w = randn(num_rows, 40, seed=3, device=device, dtype=dtype), randn(num_rows, seed=4, device=device, dtype=FP32)
+        of = torch.zeros(tokens, num_rows, dtype=torch.float64, device=device)
+        of[token[choice >= 0], torch.arange(num_rows, device=device)[choice >= 0]] = 1
+        for weights, factors in ((None, of), (w, of * w.double())):
+            exact_sum, size = factors @ y.double(), factors.abs() @ y.double().abs()
+            within(permute.sums(y, starts, rows, weights), exact_sum, half_ulp(dtype), (most + 1) * U32 * size)
+            if weights is not None:
+                within(permute.gather(x, choice, experts, weights), copies.double() * w.double()[:, None], half_ulp(dtype), U32)
+        products = copies.double() * y.double()
+        within(permute.dots(x, y, choice, experts), products.sum(1), half_ulp(FP32), 42 * U32 * products.abs().sum(1))
+
+
+def check_copies_of_any_rows(device):
+    """Codes and scales as they are: bytes, FP8, integers, wide rows, one column, nothing."""
+    choice = torch.tensor([3, -1, 0, 0, 2, 1, 3], dtype=torch.int32, device=device)
+    for width, dtype in [(2100, torch.uint8), (48, torch.float8_e4m3fn), (17, torch.int64), (1, FP32), (3, torch.float64)]:
+        x = torch.randint(0, 100, (4, width), generator=torch.Generator().manual_seed(1)).to(device).to(dtype)
+        expected = torch.where((choice >= 0)[:, None], x.double()[choice.long()], 0)
+        assert torch.equal(permute.gather(x, choice).double(), expected)
+    assert permute.gather(x[:, :0], choice).shape == (7, 0) and permute.gather(x, choice[:0]).shape == (0, 3)
+
+
+def check_scaled_rows(device):
+    y = randn(9, 70, seed=1, device=device)
+    by_row, by_col = (randn(*shape, seed=2, device=device, dtype=FP32) for shape in ((9,), (3, 70)))
+    group = torch.tensor([0, 0, 0, 0, 2, 2, 2, 2, 2], device=device)
+    exact = y.float() * by_row[:, None] * by_col[group]  # in this order, in FP32
+    found = permute.scale_rows(y.clone(), by_row, by_col, group)
+    within(found, exact.double(), half_ulp(BF16), 0)
 
 
 def check_column_sum(device):
@@ -330,7 +416,12 @@ def check_results_repeat(device):
         y.backward(randn(*y.shape, seed=5, device=device))
         return y.detach(), x.grad, gamma.grad, beta.grad, bias.grad
 
-    for a, b in zip(run(), run()):
+    def gathered():
+        routed = routing(300, 16, 8, seed=1, device=device)
+        choice, starts, rows = permute.index(routed, 2400)
+        return choice, rows, permute.sums(randn(2400, 256, seed=2, device=device), starts, rows)
+
+    for a, b in zip((*run(), *gathered()), (*run(), *gathered()), strict=True):
         assert torch.equal(a, b)
 
 

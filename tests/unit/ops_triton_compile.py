@@ -23,13 +23,13 @@ from triton.runtime.jit import JITFunction
 from megatron_hybrid.formats import parse_format
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.observe.statistics import measure_fused
-from megatron_hybrid.ops_triton import grouped_columns, grouped_gemm
+from megatron_hybrid.ops_triton import grouped_columns, grouped_gemm, permute
 from megatron_hybrid.ops_triton import statistics as fused_statistics
 from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
 from megatron_hybrid.ops_triton.norm import norm
 from megatron_hybrid.ops_triton.rotary import split_rotate
 from megatron_hybrid.ops_triton.sums import column_sum
-from megatron_hybrid.ops_triton.swiglu import swiglu
+from megatron_hybrid.ops_triton.swiglu import swiglu, weighted_swiglu
 from megatron_hybrid.storage import QuantizedStorage
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -48,7 +48,7 @@ def compile_only() -> None:
 
     def warm(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "ROW") if kwargs.get(k))
+        flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "ROW", "WEIGHTED") if kwargs.get(k))
         flags += f" {kwargs['SCALED']}" if "SCALED" in kwargs else ""
         if self.fn is grouped_gemm._rows.fn and args[4].dtype == torch.float32:
             flags += " FP32"
@@ -92,6 +92,7 @@ def main() -> None:
     column_sum(x.detach())
     grouped()
     statistics()
+    moved()
     json.dump(compiled, sys.stdout)
 
 
@@ -124,6 +125,20 @@ def statistics() -> None:
         for direction, transposed in (("rowwise", False), ("columnwise", True)):
             fmt = parse_format(name)
             measure_fused(QuantizedStorage.empty(fmt, direction, (256, 4096), x.dtype, "cpu", transposed=transposed), x)
+
+
+def moved(tokens=64, E=128, K=2048, F=768) -> None:
+    """The kernels around experts: rows moved to them and back, their activation."""
+    x = torch.zeros(tokens, K, dtype=torch.bfloat16)
+    choice, starts, rows = permute.index(torch.zeros(tokens, E, dtype=torch.bool), 8 * tokens)
+    y, weights = permute.gather(x, choice, E), torch.zeros(8 * tokens)
+    permute.gather(x, choice, E, weights)
+    for w in (None, weights):
+        permute.sums(y, starts, rows, w)
+    permute.dots(x, y, choice, E)
+    permute.scale_rows(y, weights, torch.zeros(E, K), rows.long())
+    gated = torch.zeros(8 * tokens, 2 * F, dtype=torch.bfloat16, requires_grad=True)
+    weighted_swiglu(gated, weights.requires_grad_()).sum().backward()
 
 
 if __name__ == "__main__":
