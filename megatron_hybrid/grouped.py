@@ -133,7 +133,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
             if isinstance(how, GroupedPlan):
                 call = self[0].call(weight.device, self.comm, training=training)
                 return grouped_at_once(x, [weight], bias, GroupedCall(how, call, groups, self.stack if gathered else None))
-        return self._one_by_one(x, weight, bias, groups.host, training)
+        return groups.result_of(self._one_by_one(groups.rows_of(x), weight, bias, groups.host, training))
 
     def each(self, x: torch.Tensor, weights: list, bias, m_splits, *, training: bool) -> torch.Tensor:
         """`forward` with a weight (N, K) an expert, plain or quantized: at once where all are quantized alike."""
@@ -144,12 +144,12 @@ class ExpertRuntimes(torch.nn.ModuleList):
             if isinstance(how, GroupedPlan):
                 call = self[0].call(weights[0].device, self.comm, training=training)
                 return grouped_at_once(x, weights, bias, GroupedCall(how, call, groups, self.stack))
-        outputs, start = [], 0
+        outputs, start, x = [], 0, groups.rows_of(x)
         for e, (runtime, weight, x_e) in enumerate(zip(self, weights, x.split(groups.host))):
             call = at_rows(runtime.call(weight.device, self.comm, training=training), start, 0)
             outputs.append(hybrid_linear(x_e, weight, None if bias is None else bias[e], call))
             start += groups.host[e]
-        return torch.cat(outputs)
+        return groups.result_of(torch.cat(outputs))
 
     def _may_run_at_once(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether nothing but plans and weights could ask for one expert after another."""

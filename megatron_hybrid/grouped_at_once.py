@@ -17,8 +17,9 @@ from .gemm import grouped as gemms
 from .grouped_columns import rows_and_columns
 from .groups import Groups
 from .linear import LinearCall, main_grad, placeholder_gradient, save_for_backward
+from .permutation import RowMap, sum_rows
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
-from .stacked import GroupedColumns, StackedWeight, columns_alignment, unstackable
+from .stacked import GroupedColumns, StackedWeight, columns_alignment, copied_rows, unstackable
 from .storage import QuantizedStorage
 from .tensor import HybridTensor
 
@@ -69,32 +70,48 @@ class GroupedCall:
     groups: Groups
     stack: ExpertStack | None = None
 
+    def taken(self, operand: str, x: torch.Tensor) -> tuple[torch.Tensor, RowMap | None]:
+        """x as it is cast, and whose copies the T rows are then (None: x has them). Tokens are cast before they are
+        copied where the copies' casts would be the same."""
+        copies = self._copies(operand)
+        if copies is None or self._casts_tokens(operand):
+            return x, copies
+        return copies.expand(x), None
+
+    def _copies(self, operand: str) -> RowMap | None:
+        return self.groups.copies if operand == INPUT else self.groups.sums
+
+    def _casts_tokens(self, operand: str) -> bool:
+        """A cast by rows of what no rank has another part of; copies draw random bits of their own."""
+        row, plan = self.call.plan.quantizers[operand].rowwise, self.call.plan
+        return row.is_quantized and not row.sr and operand not in plan.reduced
+
     def rows(self, operand: str, x: torch.Tensor) -> QuantizedStorage:
-        """The rowwise payload of x (T, K); a `HybridTensor` brings it."""
+        """The rowwise payload of x; a `HybridTensor` brings it."""
         if isinstance(x, HybridTensor):
             return self.call.plan.held_payloads(operand, x, True, False)[0]
         amax = self.call.start_amaxes(operand, x, True, False)()
         return self.call.plan.quantize(operand, x, rowwise=True, amax=amax, **self.call.keys(operand))[0]
 
-    def columns(self, operand: str, source: torch.Tensor | QuantizedStorage) -> GroupedColumns:
-        """The columnwise payload of a tensor (T, K), or of what its rowwise payload decodes to."""
+    def columns(self, operand: str, source: torch.Tensor | QuantizedStorage, copies: RowMap | None = None) -> GroupedColumns:
+        """The columnwise payload of a tensor, or of what its rowwise payload decodes to."""
         if isinstance(source, QuantizedStorage):
             source = source.dequantize(source.dtype)
         plan, layout = self.call.plan, self.groups.layout(self.how.alignment)
         return GroupedColumns.make(
-            source, plan.quantizers[operand].columnwise, layout, transposed=plan.transposed(operand)
+            source, plan.quantizers[operand].columnwise, layout, copies, transposed=plan.transposed(operand)
         )
 
-    def both(self, operand: str, x: torch.Tensor) -> tuple[QuantizedStorage, GroupedColumns]:
-        """`rows` and `columns` of x, from one read of it where its formats and the device have that."""
+    def both(self, operand: str, x: torch.Tensor, copies: RowMap | None) -> tuple[QuantizedStorage, GroupedColumns]:
+        """The T rows by rows and by columns, from one read of x where its formats and the device have that."""
         quantizer, layout = self.call.plan.quantizers[operand], self.groups.layout(self.how.alignment)
         alone = operand not in self.call.plan.reduced  # else amaxes of other ranks come between
-        if alone and type(x) is torch.Tensor and not quantizer.derives_columnwise:
+        if alone and type(x) is torch.Tensor and copies is None and not quantizer.derives_columnwise:
             found = rows_and_columns(x, *quantizer.formats(), layout)
             if found is not None:
                 return found[0], GroupedColumns(found[1], layout)
         row = self.rows(operand, x)
-        return row, self.columns(operand, row if quantizer.derives_columnwise else x)
+        return copied_rows(row, copies), self.columns(operand, row if quantizer.derives_columnwise else x, copies)
 
     def weight(self, weights: list[torch.Tensor], *, rowwise=False, columnwise=False):
         """(rowwise, columnwise) payloads of the weights: those held, from the cache where there is one, or cast."""
@@ -110,16 +127,18 @@ class GroupedCall:
         return StackedWeight(s, direction, s.format, self.groups.num)
 
     def gradient(self, dy: torch.Tensor, by_rows: bool, by_columns: bool):
-        """`rows` and `columns` of the output's gradient, None for what is not asked for. A column is cast from dy."""
+        """The output's gradient by rows and by columns, None for what is not asked for. A column is cast from dy."""
+        dy, copies = self.taken(GRAD_OUTPUT, dy)
         if by_rows and by_columns and not self.call.plan.quantizers[GRAD_OUTPUT].derives_columnwise:
-            return self.both(GRAD_OUTPUT, dy)
-        return self.rows(GRAD_OUTPUT, dy) if by_rows else None, self.columns(GRAD_OUTPUT, dy) if by_columns else None
+            return self.both(GRAD_OUTPUT, dy, copies)
+        row = copied_rows(self.rows(GRAD_OUTPUT, dy), copies) if by_rows else None
+        return row, self.columns(GRAD_OUTPUT, dy, copies) if by_columns else None
 
     def kept_input(self, kept: torch.Tensor | QuantizedStorage) -> GroupedColumns:
         """The columnwise payload, from what forward kept."""
         if isinstance(kept, QuantizedStorage) and kept.direction == COLUMNWISE:
             return GroupedColumns(kept, self.groups.layout(self.how.alignment))
-        return self.columns(INPUT, kept)
+        return self.columns(INPUT, kept, self._copies(INPUT) if self._casts_tokens(INPUT) else None)
 
     def kept_weight(self, kept: torch.Tensor | QuantizedStorage) -> StackedWeight:
         """The columnwise payload, from what forward kept."""
@@ -157,8 +176,8 @@ class GroupedCall:
 
 
 class GroupedAtOnceFunction(torch.autograd.Function):
-    """The three equations for all groups. x (T, K), bias (E, N) or None, weights: one (E, N, K), maybe gathered as
-    payloads, or E of (N, K) that live quantized."""
+    """The three equations for all groups. x (T, K), or tokens whose copies these rows are; bias (E, N) or None; weights:
+    one (E, N, K), maybe gathered as payloads, or E of (N, K) that live quantized."""
 
     @staticmethod
     def forward(ctx, x, bias, call: GroupedCall, *weights):
@@ -179,29 +198,33 @@ class GroupedAtOnceFunction(torch.autograd.Function):
         dy_row, dy_col = call.gradient(dy, *needs[:2])
         if needs[0]:
             dx = how.dgrad.rows("dgrad", plans, dy_row, call.kept_weight(w_kept), groups, ctx.dtype)
+            dx = dx if groups.copies is None else sum_rows(dx, groups.copies)
         if needs[1]:
             dws = call.weight_gradients(dy_col, call.kept_input(x_kept), weights)
         if needs[2]:
-            db = group_sums(dy, groups)
+            db = group_sums(dy if groups.sums is None else groups.sums.expand(dy), groups)
         return dx, db, None, *dws
 
 
 def forward(x, weights, bias, call: GroupedCall, *, keep_input: bool, keep_weight: bool):
-    """y (T, N), and what the plan keeps of x and of w for backward (None where nothing is needed)."""
-    saved = call.call.plan.saved
+    """y (T, N), or of tokens, and what the plan keeps of x and of w for backward (None where nothing is needed)."""
+    saved, groups = call.call.plan.saved, call.groups
+    x, copies = call.taken(INPUT, x)
     x_kept = None
     if keep_input and saved[INPUT] == COLUMNWISE:
-        x_row, x_kept = call.both(INPUT, x)
-        x_kept = x_kept.payload
+        x_row, x_col = call.both(INPUT, x, copies)
+        x_kept = x_col.payload
     else:
-        x_row = call.rows(INPUT, x)
+        row = call.rows(INPUT, x)
+        x_row = copied_rows(row, copies)
+        if keep_input:
+            x_kept = {ORIGINAL: x, ROWWISE: row}[saved[INPUT]]
     w_row, w_col = call.weight(weights, rowwise=True, columnwise=keep_weight and saved[WEIGHT] == COLUMNWISE)
-    y = call.how.fprop.rows("fprop", call.how.plans, x_row, w_row, call.groups, x.dtype)
+    y = call.how.fprop.rows("fprop", call.how.plans, x_row, w_row, groups, x.dtype)
     if bias is not None:
-        y = (y + bias[call.groups.of_row]).to(y.dtype)
+        y = (y + bias[groups.of_row]).to(y.dtype)
+    y = y if groups.sums is None else sum_rows(y, groups.sums)
     w_kept = None
-    if keep_input and x_kept is None:
-        x_kept = {ORIGINAL: x, ROWWISE: x_row}[saved[INPUT]]
     if keep_weight:
         w_kept = weights[0] if saved[WEIGHT] == ORIGINAL else {ROWWISE: w_row, COLUMNWISE: w_col}[saved[WEIGHT]].payload
     return y, x_kept, w_kept

@@ -12,6 +12,7 @@ from . import ops_triton
 from .formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
 from .groups import Layout
 from .ops_triton.launch import as_rows
+from .permutation import RowMap
 from .scaling import FLT_MAX
 from .storage import FP8_DTYPES, QuantizedStorage, cast
 
@@ -21,32 +22,36 @@ _ALL_BUT_SIGN = (1 << 31) - 1
 _SIGN_AND_EXPONENT = -(1 << 23)  # 0xff800000 as an int32
 
 
-def row_scaled_columns(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
+def row_scaled_columns(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None) -> QuantizedStorage:
     """x (T, K) -> payload of its rows spread out by `layout`, stored (K, rows), with scales (E, K).
+
+    copies: x is (N, K), and the T rows are copies of its rows.
 
     NaN and Inf leave their group's column with scale 1, as in a cast of the group alone. Rows after the last group
     get codes that nothing reads.
     """
-    return with_triton(x, fmt, layout) if _has_triton(x, layout) else with_torch(x, fmt, layout)
+    return (with_triton if _has_triton(x, layout) else with_torch)(x, fmt, layout, copies)
 
 
-def block_columns(x: torch.Tensor, fmt: Format, layout: Layout, *, transposed: bool) -> QuantizedStorage:
+def block_columns(
+    x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None, *, transposed: bool
+) -> QuantizedStorage:
     """x (T, K) -> payload of its rows spread out by `layout`, with a scale for every 128 rows of a group and column.
 
-    Rows after the last group get codes that nothing reads.
+    copies: as `row_scaled_columns`'s. Rows after the last group get codes that nothing reads.
     """
     if transposed and not fmt.tile and _has_triton(x, layout):
-        return with_triton(x, fmt, layout)
-    return cast(layout.spread(x), fmt, COLUMNWISE, transposed=transposed)
+        return with_triton(x, fmt, layout, copies)
+    return cast(layout.spread(x, copies), fmt, COLUMNWISE, transposed=transposed)
 
 
 def _has_triton(x: torch.Tensor, layout: Layout) -> bool:
     return x.dtype in _TRITON_DTYPES and layout.align == _TRITON_ALIGN and ops_triton.reason(x.device) is None
 
 
-def with_torch(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
+def with_torch(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None) -> QuantizedStorage:
     """`row_scaled_columns` on any device."""
-    x, blocks = layout.spread(x), layout.align
+    x, blocks = layout.spread(x, copies), layout.align
     group = _group_of_blocks(layout, x.shape[0] // blocks)
     amax = x.abs().view(-1, blocks, x.shape[1]).amax(1).float()  # (blocks of rows, K)
     enc = encode_scale(_segment_max(amax, group, layout.groups.num), fmt)
@@ -54,9 +59,9 @@ def with_torch(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage
     return _payload(x.shape, x.dtype, fmt, encode(values.view(x.shape), fmt).T.contiguous(), enc)
 
 
-def with_triton(x: torch.Tensor, fmt: Format, layout: Layout) -> QuantizedStorage:
+def with_triton(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None) -> QuantizedStorage:
     """`row_scaled_columns` in two reads of x, `block_columns` in one; groups begin at multiples of 128."""
-    return both_with_triton(x, None, fmt, layout)[1]
+    return both_with_triton(x, None, fmt, layout, copies)[1]
 
 
 def rows_and_columns(x: torch.Tensor, row: Format, col: Format, layout: Layout):
@@ -69,15 +74,15 @@ def rows_and_columns(x: torch.Tensor, row: Format, col: Format, layout: Layout):
     return None
 
 
-def both_with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: Layout):
-    """`rows_and_columns`; (None, columnwise payload) where `row` is None."""
+def both_with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copies: RowMap | None = None):
+    """`rows_and_columns`; (None, columnwise payload) where `row` is None, as it is with `copies`."""
     from .ops_triton.grouped_columns import group_amax, group_cast
 
     x, amax = as_rows(x), None
     by_row, by_col = (None if f is None else _how(f) for f in (row, col))
     if by_col["whole"] or (by_row is not None and by_row["whole"]):
-        amax = group_amax(x, layout.blocks, rows=by_row is not None and by_row["whole"])
-    (codes, scale), rows = group_cast(x, layout.blocks, amax, by_col, by_row)
+        amax = group_amax(x, layout.blocks, rows=by_row is not None and by_row["whole"], copies=copies)
+    (codes, scale), rows = group_cast(x, layout.blocks, amax, by_col, by_row, copies)
     columns = QuantizedStorage(col, COLUMNWISE, (layout.rows, x.shape[1]), x.dtype, True, codes, scale)
     return None if rows is None else QuantizedStorage(row, ROWWISE, tuple(x.shape), x.dtype, False, *rows), columns
 

@@ -5,12 +5,13 @@ Nothing here waits for the device unless `Groups.host` is asked for the sizes of
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import torch
 
 from . import ops_triton
-from .permutation import gather_rows
+from .permutation import RowMap, gather_rows, permute, unpermute
 
 
 class Groups:
@@ -19,7 +20,13 @@ class Groups:
     splits: rows of each group, a list or an int tensor (E,). rows: T. device: of the tensor. Raises ``ValueError``
     when the sizes are known to the host and are not E non-negative numbers that add up to T; sizes on a GPU are not
     read, and must.
+
+    copies: a linear's x is (N, K), tokens whose copies the T rows are. sums: its y is (N, K'), of every token the sum of
+    its rows.
     """
+
+    copies: RowMap | None = None
+    sums: RowMap | None = None
 
     def __init__(self, splits, num: int, rows: int, device: torch.device):
         if isinstance(splits, torch.Tensor) and (splits.dtype.is_floating_point or splits.dtype == torch.bool):
@@ -40,10 +47,25 @@ class Groups:
         ``ValueError`` for those of other rows."""
         if not isinstance(splits, cls):
             return cls(splits, num, rows, device)
-        if (splits.num, splits.rows, splits.device) != (num, rows, device):
-            found = f"{splits.num} groups of {splits.rows} rows on {splits.device}"
+        taken = splits.rows if splits.copies is None else splits.copies.num_tokens
+        if (splits.num, taken, splits.device) != (num, rows, device):
+            found = f"{splits.num} groups of {taken} rows on {splits.device}"
             raise ValueError(f"m_splits are {found}: expected {num} groups of the {rows} rows of x on {device}")
         return splits
+
+    def between(self, *, copies: RowMap | None = None, sums: RowMap | None = None) -> Groups:
+        """The same groups for a linear that takes tokens, or gives them back."""
+        made = copy.copy(self)
+        made.copies, made.sums = copies, sums
+        return made
+
+    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
+        """What a linear is given, as the T rows."""
+        return x if self.copies is None else permute(x, self.copies)
+
+    def result_of(self, y: torch.Tensor) -> torch.Tensor:
+        """The T rows, as what a linear gives back."""
+        return y if self.sums is None else unpermute(y, self.sums)
 
     @property
     def host(self) -> list[int]:
@@ -129,13 +151,20 @@ class Layout:
         found = torch.full((self.rows,), -1, dtype=torch.int32, device=self.groups.device)
         return found.index_copy_(0, self.place, torch.arange(self.groups.rows, dtype=torch.int32, device=found.device))
 
-    def spread(self, x: torch.Tensor) -> torch.Tensor:
-        """x (T, K) -> (rows, K)."""
+    def spread(self, x: torch.Tensor, copies: RowMap | None = None) -> torch.Tensor:
+        """x (T, K) -> (rows, K). copies: x is (N, K), and the T rows are copies of its rows."""
+        if copies is not None:
+            return copies.expand(x) if self.place is None else gather_rows(x, self._chosen(copies), copies.num_experts)
         if self.place is None:
             return x
         if ops_triton.reason(x.device) is None:
             return gather_rows(x, self.source)
         return x.new_zeros(self.rows, x.shape[1]).index_copy_(0, self.place, x)
+
+    def _chosen(self, copies: RowMap) -> torch.Tensor:
+        """`copies.choice` of the spread-out rows."""
+        moved = copies.choice.new_full((self.rows,), -1)
+        return moved.index_copy_(0, self.place, copies.choice)
 
     @functools.cached_property
     def blocks(self):

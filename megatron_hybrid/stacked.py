@@ -14,6 +14,7 @@ import torch
 from .formats import COLUMNWISE, ROWWISE, Format
 from .grouped_columns import block_columns, row_scaled_columns
 from .groups import Layout
+from .permutation import RowMap
 from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
 from .storage import QuantizedStorage, cast, high_precision_storage
 from .storage_layout import ROWS, pack_fp4, stored_dim, transpose
@@ -156,13 +157,15 @@ class GroupedColumns:
     layout: Layout
 
     @classmethod
-    def make(cls, x: torch.Tensor, fmt: Format, layout: Layout, *, transposed: bool) -> GroupedColumns:
-        """x (T, K). One launch for all groups."""
+    def make(
+        cls, x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None, *, transposed: bool
+    ) -> GroupedColumns:
+        """x (T, K), or (N, K) with the T rows copies of its rows. One launch for all groups."""
         if fmt.family == "fp8_rowwise":
-            return cls(row_scaled_columns(x, fmt, layout), layout)
+            return cls(row_scaled_columns(x, fmt, layout, copies), layout)
         if fmt.family == "fp8_block":
-            return cls(block_columns(x, fmt, layout, transposed=transposed), layout)
-        return cls(cast(layout.spread(x), fmt, COLUMNWISE, transposed=transposed), layout)
+            return cls(block_columns(x, fmt, layout, copies, transposed=transposed), layout)
+        return cls(cast(layout.spread(x, copies), fmt, COLUMNWISE, transposed=transposed), layout)
 
     def piece(self, group: int) -> QuantizedStorage:
         """One group's payload, as a cast of its rows would make it."""
@@ -171,6 +174,14 @@ class GroupedColumns:
         if s.scale is not None and s.format.family == "fp8_rowwise":
             s = replace(s, scale=s.scale[group : group + 1])
         return rows_of(s, start, rows)
+
+
+def copied_rows(s: QuantizedStorage, copies: RowMap | None) -> QuantizedStorage:
+    """Rows (T, K) that are copies of those of a rowwise payload (N, K), whose scales do not span rows."""
+    if copies is None:
+        return s
+    buffers = {name: copies.expand(t) for name, t in s.buffers().items()}
+    return s.changed(shape=(copies.choice.shape[0], s.shape[1]), **buffers)
 
 
 def rows_of(s: QuantizedStorage, start: int, rows: int) -> QuantizedStorage:

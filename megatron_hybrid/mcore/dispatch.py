@@ -25,7 +25,7 @@ from ..storage import QuantizedStorage
 from ..tensor import HybridTensor, payload
 from .errors import UserError
 from .experts import HybridGroupedMLP
-from .moe_layer import OneRank, OneRankAllToAll
+from .moe_layer import OneRank
 
 QUANTIZED = "quantized"
 
@@ -53,7 +53,7 @@ def adopt(model: list) -> list:
     for chunk in model:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer) and isinstance(layer.experts, HybridGroupedMLP):
-                on_one = isinstance(layer.token_dispatcher, OneRankAllToAll)
+                on_one = isinstance(layer.token_dispatcher, OneRank)
                 cls = QuantizedOnOneRank if on_one else QuantizedDispatcher
                 cls.adopt(layer.token_dispatcher, layer.experts.linear_fc1, layer.attn_tp_group)
     return model

@@ -178,18 +178,19 @@ class HybridGroupedMLP(TEGroupedMLP):
         super().__init__(num_local_experts, config, linears, pg_collection=pg_collection, name=name)
 
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
-        """x (T, H) sorted by expert, rows of each expert (E,), routing weights (T,) -> (y (T, H), None)."""
+        """x (T, H) sorted by expert, rows of each expert (E,), routing weights (T,) -> (y (T, H), None). With `Groups` in the
+        second's place: x and y as these say, tokens or rows."""
         x, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
         if self.config.moe_apply_probs_on_input:  # Megatron allows it for one expert a token
             x, probs = (probs * x).to(x.dtype), torch.ones_like(probs)
-        groups = Groups(tokens_per_expert, self.num_local_experts, x.shape[0], x.device)
-        hidden, _ = self.linear_fc1(x, groups)
+        groups = Groups.of(tokens_per_expert, self.num_local_experts, x.shape[0], x.device)
+        hidden, _ = self.linear_fc1(x, groups.between(copies=groups.copies))
         if self.activation_recompute:
             checkpoint = CheckpointWithoutOutput(fp8=None)  # False would mean that Transformer Engine is there
             hidden = checkpoint.checkpoint(self._activate, hidden, probs)
         else:
             hidden = self._activate(hidden, probs)
-        y, bias = self.linear_fc2(hidden, groups)
+        y, bias = self.linear_fc2(hidden, groups.between(sums=groups.sums))
         if self.activation_recompute:
             checkpoint.discard_output_and_register_recompute(y)
         if bias is not None:

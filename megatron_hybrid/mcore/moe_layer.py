@@ -2,7 +2,7 @@
 
 Its dispatchers copy them there to split rows among ranks, or to learn how many rows there are. With all experts on one
 rank and no token dropped, every token has top-k rows, and rows sorted by expert are where they belong: what waits for the
-host can be left out. Bits are the same.
+host can be left out. Bits are the same. With `--moe-permute-fusion` the experts' linears find the tokens themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import permute
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
+from ..groups import Groups
+from ..permutation import RowMap, permute_probs
 from .experts import HybridGroupedMLP
 
 
@@ -47,15 +49,72 @@ class OneRankAllGather(MoEAllGatherTokenDispatcher):
         return rows, self.local_map.sum(dim=0), self.local_probs
 
 
+class TokensStay(OneRank):
+    """Tokens are not copied to experts' rows before the experts, nor what these give back summed after them: linears do
+    that, which cast a token once for all of its experts. `Groups` tell them which rows are which tokens'."""
+
+    def dispatch_preprocess(self, hidden_states, routing_map, probs):
+        """Tokens (N, H) and the rows' probabilities (T,)."""
+        self.hidden_shape = hidden_states.shape
+        tokens = hidden_states.view(-1, self.hidden_shape[-1])
+        self.groups, probs = self._groups(tokens, routing_map, probs)
+        return tokens, probs
+
+    def _groups(self, tokens, routing_map, probs) -> tuple[Groups, torch.Tensor]:
+        rows = tokens.shape[0] * self.config.moe_router_topk
+        where = RowMap.of(routing_map, rows)
+        groups = Groups(routing_map.sum(dim=0), self.num_local_experts, rows, tokens.device)
+        return groups.between(copies=where, sums=where), permute_probs(probs, where)
+
+    def dispatch_postprocess(self, tokens, probs):
+        """Tokens (N, H), where their rows are, the rows' probabilities (T,)."""
+        groups, self.groups = self.groups, None
+        return tokens, groups, probs
+
+    def combine_postprocess(self, tokens):
+        return tokens.view(self.hidden_shape)
+
+
+class TokensStayAllToAll(TokensStay, MoEAlltoAllTokenDispatcher):
+    """One expert-parallel rank, one expert-tensor-parallel rank."""
+
+    def token_dispatch(self, tokens, probs):
+        return tokens, probs
+
+    def token_combine(self, tokens):
+        return tokens
+
+
+class TokensStayAllGather(TokensStay, MoEAllGatherTokenDispatcher):
+    """One expert-parallel rank; expert-tensor-parallel ones have brought their tokens together."""
+
+    def dispatch_preprocess(self, hidden_states, routing_map, probs):
+        return MoEAllGatherTokenDispatcher.dispatch_preprocess(self, hidden_states, routing_map, probs)
+
+    def dispatch_postprocess(self, tokens, probs):
+        self.local_probs = probs  # whose dtype ranks' parts are summed in
+        groups, probs = self._groups(tokens, self.routing_map, probs)
+        self.routing_map = None
+        return tokens, groups, probs
+
+
 class HybridMoELayer(MoELayer):
     """Megatron's layer; see above."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        dispatcher, config = self.token_dispatcher, self.config
+        dispatcher = self.token_dispatcher
         takes_sizes = isinstance(self.experts, HybridGroupedMLP)
-        if takes_sizes and dispatcher.ep_size == 1 and config.moe_expert_capacity_factor is None:
-            kinds = {MoEAllGatherTokenDispatcher: OneRankAllGather}
-            if dispatcher.tp_size == 1:
-                kinds[MoEAlltoAllTokenDispatcher] = OneRankAllToAll
-            dispatcher.__class__ = kinds.get(type(dispatcher), type(dispatcher))
+        if takes_sizes and dispatcher.ep_size == 1 and self.config.moe_expert_capacity_factor is None:
+            dispatcher.__class__ = self._on_one_rank(dispatcher)
+
+    def _on_one_rank(self, dispatcher) -> type:
+        """The class to take for a dispatcher where every expert is here."""
+        config = self.config
+        stay = config.moe_permute_fusion and not (
+            config.add_bias_linear or config.moe_apply_probs_on_input or config.moe_shared_expert_overlap
+        )
+        kinds = {MoEAllGatherTokenDispatcher: TokensStayAllGather if stay else OneRankAllGather}
+        if dispatcher.tp_size == 1:
+            kinds[MoEAlltoAllTokenDispatcher] = TokensStayAllToAll if stay else OneRankAllToAll
+        return kinds.get(type(dispatcher), type(dispatcher))

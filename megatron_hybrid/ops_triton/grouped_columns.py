@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..formats import ELEMENTS
+from ..permutation import RowMap
 from .grouped_gemm import BLOCK, BlockMap
 from .launch import on_device
 
@@ -23,11 +24,14 @@ _COLS, _AMAX_COLS = 64, 128
 
 
 @triton.jit
-def _quarter(x, first, rows, col, j, stride, K):
-    """Rows j, j + 4, ... of a block in FP32: (32, columns)."""
+def _quarter(x, choice, num, first, rows, col, j, stride, K, COPIES: tl.constexpr):
+    """Rows j, j + 4, ... of a block in FP32: (32, columns). COPIES: row r is a copy of row choice[r] // num of x."""
     at = tl.arange(0, 32) * 4 + j
     inside = (at < rows)[:, None] & (col < K)[None, :]
-    v = tl.load(x + (first + at).to(tl.int64)[:, None] * stride + col[None, :], mask=inside, other=0.0)
+    row = first + at
+    if COPIES:
+        row = tl.maximum(tl.load(choice + row, mask=at < rows, other=0), 0) // num
+    v = tl.load(x + row.to(tl.int64)[:, None] * stride + col[None, :], mask=inside, other=0.0)
     return v.to(tl.float32)
 
 
@@ -80,7 +84,8 @@ def _encode(v, HOW: tl.constexpr, CONVERTS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
 def _amax(
-    x, ends, blocks, of_rows, of_cols, stride, E, count, K, ROWS: tl.constexpr, COLS: tl.constexpr
+    x, choice, num, ends, blocks, of_rows, of_cols, stride, E, count, K, COPIES: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     """The bits of amaxes, zeros before: of_cols (E, K) of every group's columns; with ROWS, of_rows (T,) of rows."""
     block = tl.program_id(0)
@@ -90,7 +95,7 @@ def _amax(
     g, first, rows = tl.load(blocks + block), tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
     largest = tl.zeros((32, COLS), tl.int32)
     for j in range(4):
-        bits = _magnitude(_quarter(x, first, rows, col, j, stride, K))
+        bits = _magnitude(_quarter(x, choice, num, first, rows, col, j, stride, K, COPIES))
         largest = tl.maximum(largest, bits)
         if ROWS:
             at = tl.arange(0, 32) * 4 + j
@@ -117,8 +122,8 @@ def _cast_rows(v, first, rows, col, j, amax, codes, scales, K, HOW: tl.constexpr
 
 @triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
 def _cast(
-    x, ends, blocks, row_amax, col_amax, row_codes, row_scales, col_codes, col_scales, stride, E, count, K,
-    ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    x, choice, num, ends, blocks, row_amax, col_amax, row_codes, row_scales, col_codes, col_scales, stride, E, count, K,
+    COPIES: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """ROW, COL: what makes the codes by rows and by columns, see `_how`; ROW None: no codes by rows.
 
@@ -136,13 +141,13 @@ def _cast(
     else:
         largest = tl.zeros((32, COLS), tl.int32)
         for j in tl.range(4, num_stages=STAGES):
-            largest = tl.maximum(largest, _magnitude(_quarter(x, first, rows, col, j, stride, K)))
+            largest = tl.maximum(largest, _magnitude(_quarter(x, choice, num, first, rows, col, j, stride, K, COPIES)))
         bits = tl.max(largest, axis=0)
     enc = _encode_scale(bits.to(tl.float32, bitcast=True), COL)
     tl.store(col_scales + at, _inverse(enc), mask=col < K)
     word = tl.zeros((32, COLS), tl.int32)
     for j in tl.range(4, num_stages=STAGES):  # read again, mostly from the cache
-        v = _quarter(x, first, rows, col, j, stride, K)
+        v = _quarter(x, choice, num, first, rows, col, j, stride, K, COPIES)
         word |= _encode(v * enc[None, :], COL, CONVERTS) << (8 * j)
         if ROW is not None:
             _cast_rows(v, first, rows, col, j, row_amax, row_codes, row_scales, K, ROW, CONVERTS)
@@ -165,26 +170,35 @@ class Amaxes(NamedTuple):
     rows: torch.Tensor | None
 
 
-def group_amax(x: torch.Tensor, where: BlockMap, *, rows: bool = False) -> Amaxes:
-    """Of x (T, K), in one read."""
-    num, (T, K) = where.ends.shape[0], x.shape
+def group_amax(x: torch.Tensor, where: BlockMap, *, rows: bool = False, copies: RowMap | None = None) -> Amaxes:
+    """Of x (T, K), in one read. copies: x is (N, K), and the T rows are copies of its rows."""
+    num, (T, K) = where.ends.shape[0], (x.shape if copies is None else (copies.choice.shape[0], x.shape[1]))
     both = torch.zeros(num * K + (T if rows else 0), dtype=torch.int32, device=x.device)
     columns, of_rows = both[: num * K].view(num, K), both[num * K :]
     with on_device(x):
         _amax[max(1, where.count), triton.cdiv(K, _AMAX_COLS)](
-            x, where.ends, where.blocks, of_rows, columns, x.stride(0), num, where.count, K, ROWS=rows,
-            COLS=_AMAX_COLS, num_warps=8, num_stages=1,
+            x, *_read_by(x, copies), where.ends, where.blocks, of_rows, columns, x.stride(0), num, where.count, K,
+            COPIES=copies is not None, ROWS=rows, COLS=_AMAX_COLS, num_warps=8, num_stages=1,
         )  # fmt: skip
     return Amaxes(columns, of_rows if rows else None)
 
 
-def group_cast(x: torch.Tensor, where: BlockMap, amax: Amaxes | None, columns: dict, rows: dict | None = None):
+def _read_by(x: torch.Tensor, copies: RowMap | None) -> tuple:
+    """`_quarter`'s choice and num."""
+    return (x, 1) if copies is None else (copies.choice, copies.num_experts)
+
+
+def group_cast(
+    x: torch.Tensor, where: BlockMap, amax: Amaxes | None, columns: dict, rows: dict | None = None,
+    copies: RowMap | None = None,
+):  # fmt: skip
     """((codes (K, R) by columns, scales), (codes (T, K) by rows, scales) or None) of x (T, K): uint8, and float32
     decode scales. R: rows of all blocks there is room for.
 
     columns, rows: `element`, `eps`, `pow2`, and `whole`: scales (E, K) and (T, 1) from `amax`, else (R / 128, K) and (T,
-    K / 128) of blocks.
+    K / 128) of blocks. copies: as `group_amax`'s; rows are None then.
     """
+    assert rows is None or copies is None
     num, (T, K), count, device = where.ends.shape[0], x.shape, where.count, x.device
     codes = torch.empty(K, count * BLOCK, dtype=torch.uint8, device=device)
     scales = torch.ones(num, K, device=device) if columns["whole"] else torch.empty(count, K, device=device)
@@ -196,8 +210,8 @@ def group_cast(x: torch.Tensor, where: BlockMap, amax: Amaxes | None, columns: d
     wide = _COLS if not both or rows["whole"] else BLOCK
     with on_device(x):
         _cast[max(1, count), triton.cdiv(K, wide)](
-            x, where.ends, where.blocks, *((None, None) if amax is None else (amax.rows, amax.columns)), row_codes,
-            row_scales, codes.view(torch.int32), scales, x.stride(0), num, count, K,
+            x, *_read_by(x, copies), where.ends, where.blocks, *((None, None) if amax is None else (amax.rows, amax.columns)), row_codes,
+            row_scales, codes.view(torch.int32), scales, x.stride(0), num, count, K, COPIES=copies is not None,
             ROW=None if rows is None else _how(**rows), COL=_how(**columns), CONVERTS=x.is_cuda, COLS=wide,
             STAGES=3 if both else 1, num_warps=4 if both else 8,
         )  # fmt: skip

@@ -30,6 +30,7 @@ from megatron_hybrid.ops_triton.norm import norm
 from megatron_hybrid.ops_triton.rotary import split_rotate
 from megatron_hybrid.ops_triton.sums import column_sum
 from megatron_hybrid.ops_triton.swiglu import swiglu, weighted_swiglu
+from megatron_hybrid.permutation import RowMap
 from megatron_hybrid.storage import QuantizedStorage
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -48,7 +49,7 @@ def compile_only() -> None:
 
     def warm(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "ROW", "WEIGHTED") if kwargs.get(k))
+        flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "ROW", "WEIGHTED", "COPIES") if kwargs.get(k))
         flags += f" {kwargs['SCALED']}" if "SCALED" in kwargs else ""
         if self.fn is grouped_gemm._rows.fn and args[4].dtype == torch.float32:
             flags += " FP32"
@@ -100,10 +101,13 @@ def grouped(E=128, T=1024, K=2048, N=1536) -> None:
     """The kernels of grouped linears, as 128 experts launch them."""
     layout = Groups([T // E] * E, E, T, torch.device("cpu")).layout(grouped_gemm.BLOCK)
     where, x = layout.blocks, torch.zeros(T, K, dtype=torch.bfloat16)
+    copies = RowMap(*permute.index(torch.zeros(T // 8, E, dtype=torch.bool), T), E)
     for whole in (True, False):
         how = dict(element="e4m3", eps=0.0, pow2=True, whole=whole)
         amax = grouped_columns.group_amax(x, where, rows=True)
         grouped_columns.group_cast(x, where, amax, how)
+        tokens_amax = grouped_columns.group_amax(x, where, copies=copies)
+        grouped_columns.group_cast(x, where, tokens_amax, how, copies=copies)
         grouped_columns.group_cast(x, where, amax, how, how)
     fp8, scale = torch.float8_e4m3fn, torch.zeros(1)
     a, w = torch.empty(T, K, dtype=fp8), torch.empty(E * N, K, dtype=fp8)
