@@ -60,7 +60,8 @@ class TokensStay(OneRank):
         self.groups, probs = self._groups(tokens, routing_map, probs)
         return tokens, probs
 
-    def _groups(self, tokens, routing_map, probs) -> tuple[Groups, torch.Tensor]:
+    def _groups(self, tokens, routing_map, probs):
+        """Where the rows are whose tokens these are, and their probabilities (T,)."""
         rows = tokens.shape[0] * self.config.moe_router_topk
         where = RowMap.of(routing_map, rows)
         groups = Groups(routing_map.sum(dim=0), self.num_local_experts, rows, tokens.device)

@@ -123,7 +123,8 @@ def _cast_rows(v, first, rows, col, j, amax, codes, scales, K, HOW: tl.constexpr
 @triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
 def _cast(
     x, choice, num, ends, blocks, row_amax, col_amax, row_codes, row_scales, col_codes, col_scales, stride, E, count, K,
-    COPIES: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr, COLS: tl.constexpr, STAGES: tl.constexpr,
+    COPIES: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr, COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """ROW, COL: what makes the codes by rows and by columns, see `_how`; ROW None: no codes by rows.
 
@@ -210,8 +211,8 @@ def group_cast(
     wide = _COLS if not both or rows["whole"] else BLOCK
     with on_device(x):
         _cast[max(1, count), triton.cdiv(K, wide)](
-            x, *_read_by(x, copies), where.ends, where.blocks, *((None, None) if amax is None else (amax.rows, amax.columns)), row_codes,
-            row_scales, codes.view(torch.int32), scales, x.stride(0), num, count, K, COPIES=copies is not None,
+            x, *_read_by(x, copies), where.ends, where.blocks,
+            *((None, None) if amax is None else (amax.rows, amax.columns)), row_codes, row_scales, codes.view(torch.int32), scales, x.stride(0), num, count, K, COPIES=copies is not None,
             ROW=None if rows is None else _how(**rows), COL=_how(**columns), CONVERTS=x.is_cuda, COLS=wide,
             STAGES=3 if both else 1, num_warps=4 if both else 8,
         )  # fmt: skip

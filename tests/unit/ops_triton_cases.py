@@ -149,7 +149,8 @@ def check_swiglu(device):
 
 
 def check_weighted_swiglu(device):
-    for rows, F, dtype, weight_dtype in [(7, 150, BF16, FP32), (5, 1300, BF16, BF16), (3, 32, FP32, FP32), (0, 16, BF16, FP32)]:
+    cases = [(7, 150, BF16, FP32), (5, 1300, BF16, BF16), (3, 32, FP32, FP32), (0, 16, BF16, FP32)]
+    for rows, F, dtype, weight_dtype in cases:
         x = randn(rows, 2 * F, seed=1, device=device, dtype=dtype, scale=4.0).requires_grad_()
         weights = randn(rows, seed=2, device=device, dtype=weight_dtype).requires_grad_()
         y = swiglu.weighted_swiglu(x, weights)
@@ -210,7 +211,8 @@ def check_copies_and_sums_of_rows(device):
             exact_sum, size = factors @ y.double(), factors.abs() @ y.double().abs()
             within(permute.sums(y, starts, rows, weights), exact_sum, half_ulp(dtype), (most + 1) * U32 * size)
             if weights is not None:
-                within(permute.gather(x, choice, experts, weights), copies.double() * w.double()[:, None], half_ulp(dtype), U32)
+                weighted = copies.double() * w.double()[:, None]
+                within(permute.gather(x, choice, experts, weights), weighted, half_ulp(dtype), U32)
         products = copies.double() * y.double()
         within(permute.dots(x, y, choice, experts), products.sum(1), half_ulp(FP32), 42 * U32 * products.abs().sum(1))
 
@@ -355,7 +357,8 @@ def assert_columns_of_copies(x, device) -> None:
     layout = Groups(sizes, 5, 2 * len(x), x.device).layout(128)
     ends = layout.ends[-1]
     for fmt in map(parse_format, COLUMNS):
-        found, expected = (grouped_columns.with_triton(t, fmt, layout, c) for t, c in ((x, copies), (copies.expand(x), None)))
+        found = grouped_columns.with_triton(x, fmt, layout, copies)
+        expected = grouped_columns.with_triton(copies.expand(x), fmt, layout)
         scales = slice(None) if fmt.family == "fp8_rowwise" else slice(0, ends // 128)
         assert torch.equal(found.scale[scales], expected.scale[scales])
         assert torch.equal(found.qdata[:, :ends], expected.qdata[:, :ends])
