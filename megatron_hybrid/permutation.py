@@ -104,7 +104,7 @@ def chunk_sources(sizes: torch.Tensor, order: torch.Tensor, num_rows: int) -> to
 def gather_rows(x: torch.Tensor, choice: torch.Tensor, num: int = 1, weights: torch.Tensor | None = None) -> torch.Tensor:
     """(T, W): row choice // num of x (N, W) of any dtype, times weights (T,); zeros where the choice is -1."""
     x = as_rows(x)
-    if _has_triton(x):
+    if _has_triton(x) and (weights is None or x.dtype in _SUMMED):
         from .ops_triton import permute
 
         return permute.gather(x, choice, num, weights)

@@ -46,7 +46,7 @@ def both_ways(m, x, dy, groups, *, copies, sums):
 @pytest.mark.parametrize("name", RECIPES)
 def test_bits_of_copies_and_sums_apart(name, most, device):
     where = RowMap.of(mapping := routed(most, device), TOKENS * most)
-    m = grouped(RECIPES[name], bias=False).to(device)
+    m = grouped(RECIPES[name], bias=False, device=device)
     sizes = mapping.sum(0)
     groups = Groups(sizes if device == "cuda" else sizes.tolist(), EXPERTS, TOKENS * most, sizes.device)
     x, x_rows = (randn(n, K, seed=0).to(device) for n in (TOKENS, TOKENS * most))
@@ -60,7 +60,7 @@ def test_bits_of_copies_and_sums_apart(name, most, device):
 @DEVICES
 def test_biases_and_evaluation(device):
     where = RowMap.of(mapping := routed(2, device), 2 * TOKENS)
-    m = grouped(AT_ONCE["fp8_rowwise"], bias=True).to(device)
+    m = grouped(AT_ONCE["fp8_rowwise"], bias=True, device=device)
     groups = Groups(mapping.sum(0), EXPERTS, 2 * TOKENS, mapping.device)
     x, dy = randn(TOKENS, K, seed=0).to(device), randn(TOKENS, N, seed=1).to(device)
     inside, apart = both_ways(m, x, dy, groups, copies=where, sums=where)
