@@ -88,18 +88,21 @@ def _amax(
     COLS: tl.constexpr,
 ):  # fmt: skip
     """The bits of amaxes, zeros before: of_cols (E, K) of every group's columns; with ROWS, of_rows (T,) of rows."""
-    block = tl.program_id(0)
+    block = tl.program_id(1)  # programs beside each other read the same rows
     if block >= tl.load(ends + E - 1):
         return
-    col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     g, first, rows = tl.load(blocks + block), tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
-    largest = tl.zeros((32, COLS), tl.int32)
-    for j in range(4):
+    largest, of_quarters = tl.zeros((32, COLS), tl.int32), ()
+    for j in tl.static_range(4):
         bits = _magnitude(_quarter(x, choice, num, first, rows, col, j, stride, K, COPIES))
         largest = tl.maximum(largest, bits)
         if ROWS:
+            of_quarters = of_quarters + (tl.max(bits, axis=1),)
+    if ROWS:  # after all loads: none is moved over an atomic operation
+        for j in tl.static_range(4):
             at = tl.arange(0, 32) * 4 + j
-            tl.atomic_max(of_rows + first + at, tl.max(bits, axis=1), mask=at < rows, sem="relaxed")
+            tl.atomic_max(of_rows + first + at, of_quarters[j], mask=at < rows, sem="relaxed")
     tl.atomic_max(of_cols + g.to(tl.int64) * K + col, tl.max(largest, axis=0), mask=col < K, sem="relaxed")
 
 
@@ -177,7 +180,7 @@ def group_amax(x: torch.Tensor, where: BlockMap, *, rows: bool = False, copies: 
     both = torch.zeros(num * K + (T if rows else 0), dtype=torch.int32, device=x.device)
     columns, of_rows = both[: num * K].view(num, K), both[num * K :]
     with on_device(x):
-        _amax[max(1, where.count), triton.cdiv(K, _AMAX_COLS)](
+        _amax[triton.cdiv(K, _AMAX_COLS), max(1, where.count)](
             x, *_read_by(x, copies), where.ends, where.blocks, of_rows, columns, x.stride(0), num, where.count, K,
             COPIES=copies is not None, ROWS=rows, COLS=_AMAX_COLS, num_warps=8, num_stages=1,
         )  # fmt: skip
