@@ -79,6 +79,9 @@ CASES = [
     run("travelling", *EP2, recipe="{folder}/travelling.yaml"),
     run("recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe"),
     run("act_recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
+    run("fused_permutation", *EP2, "--moe-permute-fusion"),
+    run("one_rank", ranks=1),
+    run("tokens_stay", "--moe-permute-fusion", "--recompute-granularity", "selective", "--recompute-modules", "moe", ranks=1),
     run("hybrid", *EP2, *from_ep2(), "--hybrid-layer-pattern", "*E*E"),
     run("top1", *EP2, "--moe-router-topk", "1", "--moe-router-pre-softmax"),
     fsdp2("fsdp2", RECIPE),
@@ -128,6 +131,8 @@ def test_fifty_steps_are_finite_and_fall(runs, name):
         # neither dispatchers, quantized or not, nor recomputation change a bit, nor does padding to capacity
         *((name, "ep2") for name in ("ep2_gathered", "recomputed", "act_recomputed", "travelling")),
         ("padded", "dropped"),
+        ("fused_permutation", "ep2"),  # with two experts a token sums are rounded once either way
+        ("tokens_stay", "one_rank"),
         ("hybrid", "ep2"),  # Megatron's HybridModel of the same layers, from the GPT's checkpoint
     ],
 )
