@@ -30,6 +30,7 @@ LAYOUTS = {
     "tp2": {"tensor-model-parallel-size": 2, "sequence-parallel": True},
     "dp2": {"tensor-model-parallel-size": 1},
 }
+GRAPHS = {"cuda-graph-impl": "local"}
 MODEL = ROOT / "configs" / "models" / "gpt_two_gpus.yaml"
 
 
@@ -38,6 +39,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     parser.add_argument("--recipes", nargs="+", default=["bf16", "fp8_current", "mxfp8_fprop_nvfp4_bwd"])
     parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument("--graphs", action="store_true", help="every run once more with --cuda-graph-impl local")
     parser.add_argument("--model", type=Path, default=MODEL, help="a file of Megatron flags (default %(default)s)")
     parser.add_argument("--device", choices=["gpu", "cpu"], default="gpu", help="cpu: try the script without GPUs")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "training", metavar="DIR")
@@ -58,13 +60,16 @@ def main() -> int:
         "iterations": args.iterations, "runs": [],
     }  # fmt: skip
     rows, failed = [], False
-    for layout in args.layouts:
+    layouts = {layout: LAYOUTS[layout] for layout in args.layouts}
+    if args.graphs:
+        layouts |= {f"{layout} graphs": flags | GRAPHS for layout, flags in layouts.items()}
+    for layout, flags in layouts.items():
         logs = {}
         for recipe in args.recipes:
             settings = Settings(
-                out=args.out / layout, data_prefix=prefix, data_key=data.splits["train"].sha256, recipe=recipe,
+                out=args.out / layout.replace(" ", "_"), data_prefix=prefix, data_key=data.splits["train"].sha256, recipe=recipe,
                 iterations=args.iterations, resumed=0, device=args.device,
-                model={**record["model"], **LAYOUTS[layout]},
+                model={**record["model"], **flags},
             )  # fmt: skip
             try:
                 outcome = run_training(training_run(settings, recipe), f"{layout} {recipe}")
@@ -93,7 +98,7 @@ def main() -> int:
         levels = {"unigram entropy": data.entropies.unigram, "bigram entropy": data.entropies.bigram}
         if logs:
             title = f"{record['card']} x 2, {layout}: standard library source, byte tokens"
-            plot_losses(logs, args.out / f"loss_{layout}.png", levels=levels, title=title)
+            plot_losses(logs, args.out / f"loss_{layout.replace(' ', '_')}.png", levels=levels, title=title)
     header = ("layout", "recipe", "ms/step", "tokens/s", "train loss", "valid loss", "checks")
     print(Table(header, tuple(rows), (f"bigram entropy {data.entropies.bigram:.4f} nats/token",)))
     if args.json:

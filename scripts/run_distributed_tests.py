@@ -53,6 +53,7 @@ SUITES = (
     Suite("Megatron-FSDP", "run_megatron_fsdp.py", WORKER, ranks=(2,)),
     Suite("FSDP2", "run_fsdp2.py", WORKER, ranks=(2, 4)),
     Suite("combinations", "run_matrix.py", WORKER, ranks=(2,)),
+    Suite("CUDA graphs", "run_graphs.py", WORKER, backends=("nccl",), ranks=(2,)),
     Suite("fused parts of a model", "run_fused_parts.py", WORKER, backends=("nccl",), ranks=(2,)),
 )
 

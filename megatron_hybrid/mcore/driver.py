@@ -17,7 +17,7 @@ from ..distributed.amax import WeightAmaxes
 from ..offload import offload_activations
 from ..patches.training_steps import DRIVER
 from ..runtime import LinearRuntime
-from . import fsdp, megatron_fsdp, state
+from . import fsdp, graphs, megatron_fsdp, state
 from .experts import HybridGroupedParallelLinear
 from .layers import HybridParallelLinear
 from .param_sync import gathers
@@ -34,6 +34,7 @@ class Driver:
         self.controller, self.group, self.expert_groups = controller, group, expert_groups
         self.in_step = self.has_begun = self.has_seen_weights = False
         self.before_first = []  # called once, with the controller: the model is wrapped and loaded by then
+        self.after_first = []  # called once, after the first step
 
     def begin_step(self, completed: int | None) -> None:
         """Before a training step; `completed`: how many iterations came before (None: as Megatron's arguments say)."""
@@ -80,6 +81,9 @@ class Driver:
         self.controller.microbatch(0)
         if completed:
             self.controller.end_step(self.group, self.expert_groups)
+            for follow in self.after_first:
+                follow()
+            self.after_first = []
 
 
 def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver | None:
@@ -99,6 +103,7 @@ def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver |
     )  # fmt: skip
     for chunk in chunks:
         pool_weight_amaxes(chunk, weights_at_once)
+    graphs.prepare(chunks, controller)
     driver = Driver(
         controller,
         amax_group if amax_group.size() > 1 else None,
@@ -179,6 +184,8 @@ def attach_in_run(chunks: list) -> list:
         if driver is not None:
             state.note_missing(driver.controller.runtimes, args)
             driver.controller.say = _say_on_rank_0
+            if args.cuda_graph_impl == graphs.LOCAL:
+                driver.after_first.append(functools.partial(graphs.say_captured, chunks, _say_on_rank_0))
             _record_statistics(driver.controller, args)
             _profile_step(driver.controller, args)
             if getattr(args, "hq_switch_recipe", False):

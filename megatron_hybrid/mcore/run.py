@@ -14,7 +14,7 @@ from ..observe import run_record
 from ..plan import GemmPlan, PlanError, describe_operands
 from ..recipe import Recipe
 from ..recipe_callable import load_recipe
-from . import checkpoint, host_optimizer, metrics, recipes, validation
+from . import checkpoint, graphs, host_optimizer, metrics, recipes, validation
 from .errors import megatrons_checks
 from .planning import cut_shards, explained, high_precision_gathers, plans_by_step
 from .spec import HybridLayerSpec
@@ -42,6 +42,7 @@ def after_validation(args, recipe: Recipe) -> None:
     """
     from megatron.training.argument_utils import core_transformer_config_from_args
 
+    graphs.choose_rng_tracker(args)
     fused = False if args.hq_plain_layers else None
     spec = HybridLayerSpec(recipe, attention_zeroed=args.hq_demo_disable_attention, fused=fused)
     with megatrons_checks():
@@ -54,6 +55,7 @@ def after_validation(args, recipe: Recipe) -> None:
     shape = ModelShape.of(vars(args), "the arguments")
     at_step = plans_by_step(recipe, config, device, shape)
     validation.check_param_gather(recipe, at_step)
+    graphs.check_run(args, at_step)
     if args.hq_explain:
         for part in explained(at_step, shape):
             _say(args, part)

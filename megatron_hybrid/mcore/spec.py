@@ -23,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import L2Norm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
     TransformerLayer,
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
@@ -30,9 +31,10 @@ from megatron.core.transformer.transformer_layer import (
 
 from ..recipe import Recipe
 from ..recipe_callable import CallableRecipe, as_recipe
-from . import attention, checkpoint, dispatch, driver
+from . import attention, checkpoint, dispatch, driver, graphs
 from .errors import UserError
 from .experts import HybridGroupedParallelLinear
+from .graphs import GraphedLayer
 from .layers import HybridColumnParallelLinear, HybridParallelLinear, HybridRowParallelLinear
 from .modules import OUTPUT_LAYER, enumerate_modules, expert_layers
 from .moe_layer import HybridMoELayer
@@ -74,7 +76,7 @@ class HybridSpecProvider(LocalSpecProvider):
         return functools.partial(SequentialMLP, submodules=linears)
 
 
-class NumberedLayer:
+class NumberedLayer(GraphedLayer):
     """What our layers add to Megatron's: they tell their linears their number, as paths count from 0 in every pipeline
     stage. Experts built one by one are told which they are."""
 
@@ -92,6 +94,10 @@ class HybridTransformerLayer(NumberedLayer, TransformerLayer):
     """Megatron's layer."""
 
 
+class HybridMoETransformerLayer(NumberedLayer, MoETransformerLayer):
+    """Megatron's layer of experts, whose losses a capture leaves alone."""
+
+
 def refuse_unsupported(config) -> None:
     """Raise `UserError` for what a TransformerConfig asks and this adapter does not do."""
     reasons = {
@@ -107,11 +113,7 @@ def refuse_unsupported(config) -> None:
     for what, asked in {"--fp8-format": config.fp8, "--fp4-format": config.fp4}.items():
         if asked:
             raise UserError(f"{what} {asked} beside a recipe: the recipe decides the formats; leave {what} out")
-    if config.cuda_graph_impl != "none":
-        raise UserError(
-            f"--cuda-graph-impl {config.cuda_graph_impl}: a captured step would go on with the formats, cached casts and "
-            "random keys of its capture; leave it out"
-        )
+    graphs.refuse_unsupported(config)
     attention.refuse_unsupported(config)
     if config.num_moe_experts is not None:
         _refuse_unsupported_experts(config)
@@ -164,7 +166,8 @@ def layer_spec(
         mlp_bda=get_bias_dropout_add,
         sharded_state_dict_keys_map={k: v for k, v in _NORM_NAMES.items() if not experts or "mlp" not in k},
     )
-    return ModuleSpec(module=HybridTransformerLayer, submodules=submodules)
+    layer = HybridMoETransformerLayer if experts else HybridTransformerLayer
+    return ModuleSpec(module=layer, submodules=submodules)
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,7 @@ class HybridLayerSpec:
         """What a model's configuration needs besides layers: the recipe on its way to every module, and the hooks."""
         config = model_config.transformer
         recipe = self.recipe_for(config)
+        graphs.configure(config)
         config.quant_recipe = carry(recipe)
         checkpoint.record_in_run(recipe)
         parts = choose(config, self.fused)

@@ -301,7 +301,7 @@ class Refusal:
 
 
 REFUSED = [
-    Refusal(("--cuda-graph-impl", "local"), "a captured step would go on with the formats"),
+    Refusal(("--cuda-graph-impl", "transformer_engine"), "it needs Transformer Engine"),
     Refusal((*MEGATRON_FSDP, "--data-parallel-sharding-strategy", "no_shard"),
             "--use-megatron-fsdp beside --data-parallel-sharding-strategy no_shard"),
     Refusal((*MEGATRON_FSDP, "--pipeline-model-parallel-size", "2"), "its mesh of ranks has no pipeline stages", 2),
