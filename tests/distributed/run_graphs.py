@@ -19,7 +19,8 @@ SCRIPT = str(HERE / "pretrain_with_graphs.py")
 STEPS = 6
 GRAPHS = ["--cuda-graph-impl", "local"]
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--global-batch-size", "16"]
-LIVES = {"version": 1, "name": "lives", "defaults": "mxfp8_e4m3", "weights": "quantized", "param_gather": "both"}
+STAGES = ["--pipeline-model-parallel-size", "2", "--global-batch-size", "16"]
+LIVES = {"version": 1, "weights": "quantized", "param_gather": "both"}
 EXPERTS = (
     "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --moe-ffn-hidden-size 64 --moe-aux-loss-coeff 1e-2 "
     "--moe-token-dispatcher-type alltoall"
@@ -33,7 +34,11 @@ RUNS = {
     "mixed": ("mxfp8_fprop_nvfp4_bwd", OVERLAP, 2),
     "lives": ("{folder}/lives.json", OVERLAP, 2),
     "block": ("fp8_block", [], 1),
-    "stages": ("fp8_delayed", ["--pipeline-model-parallel-size", "2", "--global-batch-size", "16"], 2),
+    "stages": ("fp8_delayed", STAGES, 2),
+    "interleaved": ("nvfp4", [*STAGES, "--num-layers-per-virtual-pipeline-stage", "1"], 2),
+    "context": ("mxfp8", ["--context-parallel-size", "2"], 2),
+    "growing": ("fp8_delayed", [*TP2, "--rampup-batch-size", "4", "4", "12"], 2),
+    "lives_scaled": ("{folder}/lives_scaled.json", TP2, 2),
 }
 ON_GPUS = {"experts": ("mxfp8", [*EXPERTS, *OVERLAP], 2)}
 RESUMED, HALF = "resumed", str(STEPS // 2)
@@ -84,7 +89,8 @@ def resumes(found) -> None:
 
 
 def write(folder) -> None:
-    (folder / "lives.json").write_text(json.dumps(LIVES))
+    for name, formats in (("lives", "mxfp8_e4m3"), ("lives_scaled", "fp8_delayed_e4m3:history=3")):
+        (folder / f"{name}.json").write_text(json.dumps(LIVES | {"name": name, "defaults": formats}))
 
 
 def checks(found) -> dict:

@@ -11,7 +11,10 @@ from launch import torchrun
 pytestmark = pytest.mark.dist
 
 WORKER = Path(__file__).parent / "run_graphs.py"
-RUNS = ("bf16", "delayed", "current", "stochastic", "mixed", "lives", "block", "stages")
+RUNS = (
+    "bf16", "delayed", "current", "stochastic", "mixed", "lives", "block", "stages", "interleaved", "context", "growing",
+    "lives_scaled",
+)  # fmt: skip
 CHECKS = [*(f"{run}_trains_as_without" for run in RUNS), "resumed"]
 
 
