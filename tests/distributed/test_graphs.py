@@ -21,7 +21,7 @@ CHECKS = [*(f"{run}_trains_as_without" for run in RUNS), "resumed"]
 @pytest.fixture(scope="module")
 def errors(tmp_path_factory):
     folder = tmp_path_factory.mktemp("graphs")
-    torchrun(2, WORKER, folder)
+    torchrun(2, WORKER, folder, timeout=600)
     found, other = errors_by_rank(folder, 2)
     assert sorted(found) == sorted(CHECKS) and other == {}
     return found
