@@ -40,7 +40,10 @@ RUNS = {
     "growing": ("fp8_delayed", [*TP2, "--rampup-batch-size", "4", "4", "12"], 2),
     "lives_scaled": ("{folder}/lives_scaled.json", TP2, 2),
 }
-ON_GPUS = {"experts": ("mxfp8", [*EXPERTS, *OVERLAP], 2)}
+ON_GPUS = {
+    "experts": ("mxfp8", [*EXPERTS, *OVERLAP], 2),
+    "experts_in_place": ("mxfp8", [*EXPERTS, *OVERLAP, "--moe-permute-fusion"], 2),
+}
 RESUMED, HALF = "resumed", str(STEPS // 2)
 
 
