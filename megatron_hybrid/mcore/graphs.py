@@ -63,7 +63,12 @@ class GraphedLayer:
     def _quantized_linears(self) -> list[tuple]:
         """(linear, its runtimes), in the layer's order: the same on all ranks that reduce amaxes together."""
         kinds = HybridParallelLinear, HybridGroupedParallelLinear
-        return [(m, [hq for _, hq in m.held_weights()]) for m in self.modules() if isinstance(m, kinds)]
+        return [(m, _runtimes(m)) for m in self.modules() if isinstance(m, kinds)]
+
+
+def _runtimes(linear) -> list:
+    """Those that may hold cast weights; of experts at once it is the first's."""
+    return list(linear.hq) if isinstance(linear, HybridGroupedParallelLinear) else [linear.hq]
 
 
 def refuse_unsupported(config) -> None:

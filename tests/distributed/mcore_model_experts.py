@@ -14,9 +14,11 @@ from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from tp_cases import Ranks, close_sum, compare_gemm, partial_sums, recorded_operands
 
 from megatron_hybrid import Recipe, patches
+from megatron_hybrid.grouped_at_once import GroupedPlan
 from megatron_hybrid.linear import LOCAL
 from megatron_hybrid.mcore import dispatch, driver
 from megatron_hybrid.mcore.experts import HybridGroupedMLP
+from megatron_hybrid.mcore.graphs import GraphedLayer
 from megatron_hybrid.mcore.layers import MOST_ROWS_OF_AN_EXPERT
 from megatron_hybrid.mcore.modules import enumerate_modules
 from megatron_hybrid.mcore.planning import plan_model
@@ -142,6 +144,36 @@ def routing_of(model, seen: list):
     yield
     for handle in handles:
         handle.remove()
+
+
+def check_a_graphed_layer_casts_its_experts_weights_before_a_replay():
+    """c42: those of experts at once too, whose cast the first expert's runtime keeps; where they were in the first step."""
+    for recipe in ("mxfp8", "fp8_rowwise", ROWSCALED):
+        parallel()
+        model = moe(recipe, num_layers=1)
+        controller = driver.attach([model.module], seed=1).controller
+        controller.stand()
+        controller.begin_step(1)
+        losses(model)
+        (layer,) = model.module.decoder.layers
+        linears = dict(GraphedLayer._quantized_linears.func(layer))
+        experts = [layer.mlp.experts.linear_fc1, layer.mlp.experts.linear_fc2]
+        for linear in experts:
+            cache, weight = linears[linear][0].weight_cache, linear.weight
+            held = [buffer for s in cache._held if s is not None for buffer in s.buffers().values()]
+            before, there = [buffer.clone() for buffer in held], [buffer.data_ptr() for buffer in held]
+            assert there and isinstance(linear.hq.how(weight), GroupedPlan)
+            weight.data.mul_(1.5)
+            controller.begin_step(2)
+            for runtime in linears[linear]:
+                runtime.refresh()
+            after = [buffer for s in cache.held() for buffer in s.buffers().values()]
+            assert [buffer.data_ptr() for buffer in after] == there
+            assert not all(map(torch.equal, before, after))
+            _, cast, (rowwise, columnwise), _ = cache._again
+            fresh = [s for s in cast(weight, rowwise=rowwise, columnwise=columnwise) if s is not None]
+            expected = [buffer for s in fresh for buffer in s.buffers().values()]
+            assert len(after) == len(expected) and all(map(torch.equal, after, expected)), (recipe, linear)
 
 
 def check_routing_and_aux_loss_do_not_see_padding():
