@@ -1,5 +1,7 @@
 """Steps of a captured linear whose keys, scales and cached weight stay where they are: eager's bits (case 40, 42)."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 from test_graph_gpu import RECIPES, K, N, recipe, tensors
@@ -58,14 +60,21 @@ class Training:
         return [*found, *(b.clone() for b in self.layer.hq.buffers())]
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_c40_captured_steps_are_eagers(name):
-    eager, captured = Training(name, stands=False), Training(name, stands=True)
+@contextmanager
+def on_a_side_stream():
+    """For what runs before a capture: autograd adds gradients on the stream of a parameter's first use, which is captured then."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        ends = [(captured.step(1), eager.step(1))]
+        yield
     torch.cuda.current_stream().wait_stream(side)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_c40_captured_steps_are_eagers(name):
+    eager, captured = Training(name, stands=False), Training(name, stands=True)
+    with on_a_side_stream():
+        ends = [(captured.step(1), eager.step(1))]
     captured.ctl.begin_step(2)
     captured.layer.hq.refresh()
     captured.capture()
@@ -86,9 +95,10 @@ def test_c40_captured_steps_are_eagers(name):
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
 def test_c42_only_a_steps_first_microbatch_writes_the_cast_weight(name):
     training = Training(name, stands=True)
-    training.step(1)
-    training.ctl.begin_step(2)
-    training.pass_through()
+    with on_a_side_stream():
+        training.step(1)
+        training.ctl.begin_step(2)
+        training.pass_through()
     training.capture()
     held = [b for s in training.layer.hq.weight_cache.held() for b in s.buffers().values()]
     kept = [b.clone() for b in held]
