@@ -62,7 +62,8 @@ class Training:
 
 @contextmanager
 def on_a_side_stream():
-    """For what runs before a capture: autograd adds gradients on the stream of a parameter's first use, which is captured then."""
+    """For what runs before a capture: autograd adds a gradient on the stream of its parameter's first use, and the legacy stream
+    must not take part in a capture."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
