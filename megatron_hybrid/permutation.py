@@ -52,6 +52,10 @@ class RowMap:
 
     def expand(self, x: torch.Tensor) -> torch.Tensor:
         """x (N, W) of any dtype -> (T, W)."""
+        if _has_triton(x):
+            from .ops_triton import permute
+
+            return permute.copies(as_rows(x), self.choice, self.starts, self.rows, self.num_experts)
         return gather_rows(x, self.choice, self.num_experts)
 
 
@@ -165,7 +169,7 @@ class _Sum(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         where, (x, weights) = ctx.where, ctx.saved_tensors or (None, None)
-        dx = gather_rows(dy, where.choice, where.num_experts, weights)
+        dx = where.expand(dy) if weights is None else gather_rows(dy, where.choice, where.num_experts, weights)
         return dx, None, None if weights is None else _row_dots(dy, x, where).to(weights.dtype)
 
 

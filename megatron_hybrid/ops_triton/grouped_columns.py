@@ -20,7 +20,7 @@ from ..permutation import RowMap
 from .grouped_gemm import BLOCK, BlockMap
 from .launch import on_device
 
-_COLS, _AMAX_COLS = 64, 128
+_COLS, _AMAX_COLS, _AMAX_RUN = 64, 128, 4
 
 
 @triton.jit
@@ -85,25 +85,28 @@ def _encode(v, HOW: tl.constexpr, CONVERTS: tl.constexpr):
 @triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
 def _amax(
     x, choice, num, ends, blocks, of_rows, of_cols, stride, E, count, K, COPIES: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    COLS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
-    """The bits of amaxes, zeros before: of_cols (E, K) of every group's columns; with ROWS, of_rows (T,) of rows."""
+    """The bits of amaxes, zeros before: of_cols (E, K) of every group's columns; with ROWS, of_rows (T,) of rows. A program
+    takes RUN runs of COLS columns one after another: what it must know of its block is some loads after each other."""
     block = tl.program_id(1)  # programs beside each other read the same rows
     if block >= tl.load(ends + E - 1):
         return
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     g, first, rows = tl.load(blocks + block), tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
-    largest, of_quarters = tl.zeros((32, COLS), tl.int32), ()
-    for j in tl.static_range(4):
-        bits = _magnitude(_quarter(x, choice, num, first, rows, col, j, stride, K, COPIES))
-        largest = tl.maximum(largest, bits)
-        if ROWS:
-            of_quarters = of_quarters + (tl.max(bits, axis=1),)
-    if ROWS:  # after all loads: none is moved over an atomic operation
+    of_quarters = (tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32))
+    for start in range(tl.program_id(0) * COLS * RUN, tl.minimum(K, (tl.program_id(0) + 1) * COLS * RUN), COLS):
+        col = start + tl.arange(0, COLS)
+        largest, found = tl.zeros((32, COLS), tl.int32), ()
+        for j in tl.static_range(4):
+            bits = _magnitude(_quarter(x, choice, num, first, rows, col, j, stride, K, COPIES))
+            largest = tl.maximum(largest, bits)
+            found = found + (tl.maximum(of_quarters[j], tl.max(bits, axis=1)) if ROWS else of_quarters[j],)
+        of_quarters = found
+        tl.atomic_max(of_cols + g.to(tl.int64) * K + col, tl.max(largest, axis=0), mask=col < K, sem="relaxed")
+    if ROWS:
         for j in tl.static_range(4):
             at = tl.arange(0, 32) * 4 + j
             tl.atomic_max(of_rows + first + at, of_quarters[j], mask=at < rows, sem="relaxed")
-    tl.atomic_max(of_cols + g.to(tl.int64) * K + col, tl.max(largest, axis=0), mask=col < K, sem="relaxed")
 
 
 @triton.jit
@@ -180,9 +183,9 @@ def group_amax(x: torch.Tensor, where: BlockMap, *, rows: bool = False, copies: 
     both = torch.zeros(num * K + (T if rows else 0), dtype=torch.int32, device=x.device)
     columns, of_rows = both[: num * K].view(num, K), both[num * K :]
     with on_device(x):
-        _amax[triton.cdiv(K, _AMAX_COLS), max(1, where.count)](
+        _amax[triton.cdiv(K, _AMAX_COLS * _AMAX_RUN), max(1, where.count)](
             x, *_read_by(x, copies), where.ends, where.blocks, of_rows, columns, x.stride(0), num, where.count, K,
-            COPIES=copies is not None, ROWS=rows, COLS=_AMAX_COLS, num_warps=8, num_stages=1,
+            COPIES=copies is not None, ROWS=rows, COLS=_AMAX_COLS, RUN=_AMAX_RUN, num_warps=8, num_stages=1,
         )  # fmt: skip
     return Amaxes(columns, of_rows if rows else None)
 

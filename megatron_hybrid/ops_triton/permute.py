@@ -15,7 +15,7 @@ import triton.language as tl
 from .launch import on_device
 
 _ROWS, _BLOCK, _AT_ONCE = 4, 2048, 8  # rows and columns of a program that copies; rows added between two looks at the map
-_LEAST = 512  # elements of a program
+_LEAST, _LONG = 512, 512  # elements of a program, bytes of a row
 _TILE = 2048  # of a routing map, a program
 
 
@@ -43,6 +43,32 @@ def _gather(x, choice, weights, out, stride, T, W, E, WEIGHTED: tl.constexpr, RO
         v = v.to(tl.float32) * tl.load(weights + row, mask=row < T, other=0).to(tl.float32)[:, None]
     to = out + row.to(tl.int64)[:, None] * W + col[None, :]
     tl.store(to, v.to(out.dtype.element_ty), mask=(row < T)[:, None] & (col < W)[None, :])
+
+
+@triton.jit(do_not_specialize=["T"])
+def _copy(x, starts, rows, out, stride, T, W, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
+    """A row of x to all of its copies, read once."""
+    t = tl.program_id(0)
+    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin, end = tl.load(starts + t), tl.minimum(tl.load(starts + t + 1), T)
+    v = tl.load(x + t.to(tl.int64) * stride + col, mask=col < W, other=0)
+    for first in range(begin, end, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):
+            row = tl.load(rows + first + i, mask=first + i < end, other=-1)
+            tl.store(out + tl.maximum(row, 0).to(tl.int64) * W + col, v, mask=(row >= 0) & (col < W))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _clear(choice, out, T, W, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Zeros where the choice is -1."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    missing = tl.load(choice + row, mask=row < T, other=0) < 0
+    if tl.max(missing.to(tl.int32), axis=0) > 0:
+        for start in range(0, W, BLOCK):
+            col = start + tl.arange(0, BLOCK)
+            zeros = tl.zeros((ROWS, BLOCK), out.dtype.element_ty)
+            to = out + row.to(tl.int64)[:, None] * W + col[None, :]
+            tl.store(to, zeros, mask=missing[:, None] & (col < W)[None, :])
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -118,6 +144,20 @@ def gather(x: torch.Tensor, choice: torch.Tensor, num: int = 1, weights: torch.T
                 _words(x), choice, weights if weighted else choice, _words(out), x.stride(0), T, W, num,
                 WEIGHTED=weighted, ROWS=rows, BLOCK=block,
             )  # fmt: skip
+    return out
+
+
+def copies(x: torch.Tensor, choice: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
+    """`gather` without weights of a whole map, faster where rows are long: those of x do not fit into the cache."""
+    T, W = choice.shape[0], x.shape[1]
+    if W * x.element_size() < _LONG or not x.shape[0]:
+        return gather(x, choice, num)
+    out, block = torch.empty(T, W, dtype=x.dtype, device=x.device), min(_BLOCK, triton.next_power_of_2(W))
+    with on_device(x):
+        _copy[x.shape[0], triton.cdiv(W, block)](
+            _words(x), starts, rows, _words(out), x.stride(0), T, W, AT_ONCE=_AT_ONCE, BLOCK=block
+        )
+        _clear[max(1, triton.cdiv(T, 64)),](choice, _words(out), T, W, ROWS=64, BLOCK=128)
     return out
 
 

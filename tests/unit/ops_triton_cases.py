@@ -204,6 +204,11 @@ def check_copies_and_sums_of_rows(device):
         token = choice.long().div(experts, rounding_mode="floor")
         copies = torch.where((choice >= 0)[:, None], x[token], 0)
         assert torch.equal(permute.gather(x, choice, experts), copies)
+        wide = randn(tokens, 700, seed=5, device=device, dtype=dtype)[:, 100:]
+        copied = torch.where((choice >= 0)[:, None], wide[token], 0)
+        for rows_of_any_size in (wide, wide.contiguous().view(torch.uint8)):
+            found = permute.copies(rows_of_any_size, choice, starts, rows, experts)
+            assert torch.equal(found.view(dtype), copied)
         y, w = randn(num_rows, 40, seed=3, device=device, dtype=dtype), randn(num_rows, seed=4, device=device, dtype=FP32)
         of = torch.zeros(tokens, num_rows, dtype=torch.float64, device=device)
         of[token[choice >= 0], torch.arange(num_rows, device=device)[choice >= 0]] = 1
@@ -212,7 +217,7 @@ def check_copies_and_sums_of_rows(device):
             within(permute.sums(y, starts, rows, weights), exact_sum, half_ulp(dtype), (most + 1) * U32 * size)
             if weights is not None:
                 weighted = copies.double() * w.double()[:, None]
-                within(permute.gather(x, choice, experts, weights), weighted, half_ulp(dtype), U32)
+                within(permute.gather(x, choice, experts, weights), weighted, half_ulp(dtype), U32 * weighted.abs())
         products = copies.double() * y.double()
         within(permute.dots(x, y, choice, experts), products.sum(1), half_ulp(FP32), 42 * U32 * products.abs().sum(1))
 

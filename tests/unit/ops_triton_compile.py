@@ -137,6 +137,7 @@ def moved(tokens=64, E=128, K=2048, F=768) -> None:
     choice, starts, rows = permute.index(torch.zeros(tokens, E, dtype=torch.bool), 8 * tokens)
     y, weights = permute.gather(x, choice, E), torch.zeros(8 * tokens)
     permute.gather(x, choice, E, weights)
+    permute.copies(x, choice, starts, rows, E)
     for w in (None, weights):
         permute.sums(y, starts, rows, w)
     permute.dots(x, y, choice, E)
