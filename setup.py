@@ -1,7 +1,8 @@
-"""Builds the compiled parts: ``megatron_hybrid._C`` (CPU) always, ``megatron_hybrid._C_cuda`` where nvcc is found, and
-``megatron_hybrid._C_lt`` (cuBLASLt called directly) where cublasLt.h is there too.
+"""Builds the compiled parts: ``megatron_hybrid._C`` (CPU) always, ``megatron_hybrid._C_cuda`` where nvcc is found,
+``megatron_hybrid._C_lt`` (cuBLASLt called directly) where cublasLt.h is there too, and ``megatron_hybrid._C_node`` (the
+linear as a node of autograd) where torch and its headers are.
 
-No GPU is needed to build either. Package metadata lives in pyproject.toml. Environment:
+No GPU is needed to build any. Package metadata lives in pyproject.toml. Environment:
 
 MH_BUILD_CUDA   0: leave the CUDA part out; 1: fail when nvcc is missing. Unset: build it where nvcc is found.
 MH_CUDA_ARCH    space-separated ``-gencode`` pairs as arch=code, default "compute_90a=sm_90a compute_90=compute_90"
@@ -78,6 +79,24 @@ def library_headers(root: Path) -> list[Path] | None:
         for header in sorted(Path(folder).glob("*/include/cublasLt.h")):
             return [header.parent, toolkit]
     return None
+
+
+def torch_build() -> tuple[list[str], list[str]] | None:
+    """(flags to compile with torch's C++ headers, flags to link with it); None where torch or they are missing.
+
+    pybind11 is the one that torch brings: its Python objects are handed over.
+    """
+    try:
+        import torch
+    except ImportError:
+        return None
+    root = Path(torch.__file__).parent
+    folders = [root / "include", root / "include" / "torch" / "csrc" / "api" / "include"]
+    if not (folders[0] / "torch" / "csrc" / "autograd" / "python_cpp_function.h").is_file():
+        return None
+    flags = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}", "-DAT_PER_OPERATOR_HEADERS"]
+    flags += [f"-isystem{folder}" for folder in folders]
+    return flags, [f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch_python"]
 
 
 def stale(output: Path, depfile: Path, command: list[str]) -> bool:
@@ -158,6 +177,8 @@ class BuildKernels(build_ext):
         if ext.name.endswith("_C_cuda"):
             self._build_cuda(target)
             say(f"CUDA kernels: built for {self.cuda_arch}")
+        elif ext.name.endswith("_C_node"):
+            self._build_node(target)
         elif ext.name.endswith("_C_lt"):
             flags = [f"-isystem{path}" for path in (*self.lt_includes, *self._python_includes())]
             command = [*self.cxx, *CXX_FLAGS, *flags]
@@ -186,6 +207,19 @@ class BuildKernels(build_ext):
         fresh = target.with_name(target.name + ".new")
         subprocess.run([*self.cxx, *shared, *objects, "-o", str(fresh), *libraries], check=True)
         os.replace(fresh, target)
+
+    def _build_node(self, target: Path) -> None:
+        found = torch_build()
+        if found is None:
+            return say("autograd node: not built (no torch, or not its C++ headers); Python's linear serves")
+        flags, libraries = found
+        python = f"-isystem{sysconfig.get_paths()['include']}"
+        command = [*self.cxx, *CXX_FLAGS, "-O2", *flags, python]
+        try:
+            objects = self._compile([(command, CSRC / "node" / "linear.cpp", self.objects / "node_linear.o")])
+        except RuntimeError as error:  # torch's C++ interface is no stable one
+            return say(f"autograd node: not built, Python's linear serves; for this torch it does not compile: {error}")
+        self._link(objects, target, libraries)
 
     def _build_cpu(self, target: Path) -> None:
         isas = ISA_FLAGS if IS_X86 else {"baseline": []}
@@ -222,6 +256,9 @@ setup(
     packages=[*find_packages(str(ROOT), include=["megatron_hybrid", "megatron_hybrid.*"]), *BESIDE, *FOLDERS],
     package_dir={"megatron_hybrid": "megatron_hybrid", **BESIDE},
     package_data={name: ["*.yaml"] for name in FOLDERS},
-    ext_modules=[Extension("megatron_hybrid._C", []), Extension("megatron_hybrid._C_cuda", []), Extension("megatron_hybrid._C_lt", [])],
+    ext_modules=[
+        *(Extension(f"megatron_hybrid.{name}", []) for name in ("_C", "_C_cuda", "_C_lt")),
+        Extension("megatron_hybrid._C_node", [], optional=True),  # left out where it cannot be built
+    ],
     cmdclass={"build_ext": BuildKernels},
 )

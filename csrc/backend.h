@@ -1,27 +1,18 @@
 // What a backend gives the bindings: the casts, over pointers of its own memory. None allocates or synchronises.
 #pragma once
 
-#include "numerics/format.h"
+#include "entry.h"
 
 // `cpu` or `cuda`, set by the build.
 #ifndef MH_BACKEND
 #error "compile with -DMH_BACKEND=cpu or -DMH_BACKEND=cuda"
 #endif
 
-namespace mh {
-
-// Where a call runs: CPU threads, or a CUDA stream of a device.
-struct Where {
-  uintptr_t stream;
-  int threads_or_device;
-};
-
-namespace MH_BACKEND {
+namespace mh::MH_BACKEND {
 
 void amax(const AmaxArgs& args, const Where& where);
 void quantize(const PairArgs& args, const Where& where);
 void dequantize(const DequantizeArgs& args, const Where& where);
 void outer_scale(const float* amax, float* out, int64_t n, const Where& where);
 
-}  // namespace MH_BACKEND
-}  // namespace mh
+}  // namespace mh::MH_BACKEND

@@ -98,19 +98,6 @@ Where where(uintptr_t stream, int threads_or_device) {
   return Where{stream, threads_or_device};
 }
 
-// Blocks along one extent; block 0 is the whole of it.
-int64_t num_blocks(int64_t extent, int block) { return block ? (extent + block - 1) / block : 1; }
-
-int64_t num_scales(const FormatSpec& s, int64_t m, int64_t k) {
-  return num_blocks(m, s.block_m) * num_blocks(k, s.block_k);
-}
-
-// Outer amaxes a cast reads: a tensor's, or one a row or column; none for formats that scale blocks only.
-int64_t num_amaxes(const FormatSpec& s, int64_t m, int64_t k) {
-  if (s.outer_rows) return s.axis == 0 ? m : k;
-  return s.scale_rule == ScaleRule::e4m3_amax || s.block_m == 0 ? 1 : 0;
-}
-
 template <class F>
 void run(F&& call) {
 #if defined(MH_IS_CUDA)
@@ -123,7 +110,7 @@ void run(F&& call) {
 
 void amax(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k,
           uintptr_t out, uintptr_t stream, int threads_or_device) {
-  const int64_t n = num_amaxes(spec, m, k);
+  const int64_t n = mh::num_amaxes(spec, m, k);
   check(n > 0 || spec.outer_rows, "amax: this format has no outer amax");
   const mh::AmaxArgs args{spec, matrix("data", data, dtype, m, k, stride_m, stride_k), pointer<float>(out)};
   check_pointer("out", out, n);
@@ -136,11 +123,11 @@ mh::QuantizeArgs quantize_args(const FormatSpec& spec, const mh::Matrix& x, uint
                                uintptr_t rng, uintptr_t row_ids, uintptr_t noop) {
   const int64_t m = x.rows, k = x.cols;
   check_pointer("qdata", qdata, m * k);
-  check_pointer("scale", scale, num_scales(spec, m, k));
-  check_pointer("amax", amax, num_amaxes(spec, m, k));
-  check(!fixed_scale || (spec.scale_rule == ScaleRule::fp32 && num_amaxes(spec, m, k) > 0),
+  check_pointer("scale", scale, mh::num_scales(spec, m, k));
+  check_pointer("amax", amax, mh::num_amaxes(spec, m, k));
+  check(!fixed_scale || (spec.scale_rule == ScaleRule::fp32 && mh::num_amaxes(spec, m, k) > 0),
         "fixed_scale is for FP32 scales of a tensor or row only");
-  check(!measured || num_amaxes(spec, m, k) > 0 || m * k == 0, "measured: this format has no outer amax");
+  check(!measured || mh::num_amaxes(spec, m, k) > 0 || m * k == 0, "measured: this format has no outer amax");
   check_pointer("rng", rng, spec.sr ? mh::kRngFields : 0);
   return {spec,
           x,
@@ -218,9 +205,9 @@ void dequantize(const FormatSpec& spec, uintptr_t qdata, bool transposed, uintpt
                                 outer,
                                 inverse_rht};
   check_pointer("qdata", qdata, m * k);
-  check_pointer("scale", scale, num_scales(spec, m, k));
+  check_pointer("scale", scale, mh::num_scales(spec, m, k));
   const bool reads_amax = outer && spec.scale_rule == ScaleRule::e4m3_amax && m * k > 0;
-  check_pointer("amax", amax, reads_amax ? num_amaxes(spec, m, k) : 0);
+  check_pointer("amax", amax, reads_amax ? mh::num_amaxes(spec, m, k) : 0);
   const Where w = where(stream, threads_or_device);
   if (m * k == 0) return;
   run([&] { backend::dequantize(args, w); });
@@ -265,6 +252,8 @@ PYBIND11_MODULE(MH_MODULE, m) {
         py::arg("amax"), py::arg("fixed_scale"), py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"),
         py::arg(kWhereArg));
   m.attr("PANEL_ROWS") = mh::kPanelRows;
+  static const mh::Casts casts{&backend::quantize, &backend::dequantize};
+  m.attr("CASTS") = py::capsule(&casts, mh::kCastsCapsule);
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),
         py::arg("K"), py::arg("stride_m"), py::arg("stride_k"), py::arg("derived"), py::arg("sums"), py::arg("gate"),
         py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"), py::arg(kWhereArg), py::arg("grad") = 0,

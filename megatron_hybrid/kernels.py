@@ -39,13 +39,17 @@ def extension(device_type: str):
 
 @functools.lru_cache(maxsize=None)
 def _spec(device_type: str, fmt: Format, direction: str):
-    """The C++ description of one direction of a format.
+    return extension(device_type).FormatSpec(**spec_fields(fmt, direction))
+
+
+def spec_fields(fmt: Format, direction: str) -> dict:
+    """The C++ description of one direction of a format, by field.
 
     ``block_m``/``block_k``: the scale block in the (M, K) tensor, 0 for the whole extent. ``axis``: 0 when
     the contraction runs along K (rowwise), 1 when along M (columnwise).
     """
     bm, bk = fmt.block(direction)
-    return extension(device_type).FormatSpec(
+    return dict(
         element=tuple(ELEMENTS).index(fmt.element),  # 0 e4m3, 1 e5m2, 2 e2m1
         scale_rule=_SCALE_RULES[fmt.scale],
         axis=0 if direction == ROWWISE else 1,

@@ -7,10 +7,12 @@ for bit; only the way there is shorter. `LeanCasts.of` says which plans these ar
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import kernels
+from . import kernels, node
 from .formats import COLUMNWISE, ROWWISE, Format
 from .quantizer import HybridQuantizer, as_matrix
 from .saved import main_grad, placeholder_gradient, save_for_backward
@@ -68,6 +70,17 @@ class SideCast:
             return self.empty(x, states, known)
         return QuantizedStorage.of(self.format, self.direction, tuple(x.shape), x.dtype, False, x), None, None
 
+    def payload(self, M: int, K: int, dtype, codes, scale, amax) -> QuantizedStorage:
+        """The payload (M, K) over tensors of these, or over their bytes."""
+        fmt, shape = self.format, (M, K)
+        if not self.quantized:
+            return QuantizedStorage.of(fmt, self.direction, shape, dtype, False, codes)
+        rows, last = (K, M) if self.transposed else shape
+        qdata = codes.view(rows, last if fmt.bits == 8 else (last + 1) // 2)
+        scale = scale.view(self.scale_dtype).view(fmt.scale_shape(M, K, self.direction))
+        outer = None if amax is None else amax.view(torch.float32).view(fmt.amax_shape(M, K, self.direction))
+        return QuantizedStorage.of(fmt, self.direction, shape, dtype, self.transposed, qdata, scale, outer)
+
 
 class OperandCast:
     """`HybridQuantizer.cast` of one operand of a plan."""
@@ -112,6 +125,12 @@ class LeanCasts:
         self.keeps_input, self.keeps_weight = (plan.saved[op] == COLUMNWISE for op in ("input", "weight"))
         self.sums = sums_in_cast(plan)
         self.stateful = any(f.is_stateful for q in plan.quantizers.values() for f in q.formats())
+        self.node = None if node.library() is None else self._node(plan)
+
+    def _node(self, plan) -> node.NodePlan:
+        casts = self.input, self.weight, self.grad_output
+        steps = tuple(plan.steps().values())
+        return node.NodePlan(casts, steps, (self.keeps_input, self.keeps_weight), self.sums, plan.device.type)
 
     def has_states(self, states) -> bool:
         """Whether what these casts scale by history is there."""
@@ -125,6 +144,28 @@ class LeanCasts:
         if not known or plan.uses_rng or any(q.derives_columnwise for q in quantizers):
             return None
         return cls(plan) if all(q.rowwise and q.columnwise for q in quantizers) else None
+
+    def side(self, operand: str, direction: str) -> SideCast:
+        cast = getattr(self, operand)
+        return cast.row if direction == ROWWISE else cast.col
+
+    def cast_weight(self, weight, columnwise: bool, call, states):
+        """(rowwise, columnwise) payloads of a call's weight, from its cache where there is one."""
+        if call.weight_cache is None:
+            return self.weight(weight, True, columnwise, states)
+
+        def cast(weight, *, rowwise, columnwise):
+            return self.weight(weight, rowwise, columnwise, states)
+
+        record = states is not None and any(s is not None and s.history is not None for s in states)
+        update = call.weight_update(weight) if call.weight_cache.stands else None
+        return call.weight_cache.get(weight, cast, (True, columnwise), record=record, training=call.training, update=update)
+
+    def cast_gradient(self, dy, rowwise: bool, columnwise: bool, call, sums=None):
+        """(rowwise, columnwise) payloads of dy (M, N); one that was cast as it was computed brings them."""
+        if type(dy) is HybridTensor:  # see `takes_payloads`
+            return call.plan.held_payloads("grad_output", dy, rowwise, columnwise)
+        return self.grad_output(dy, rowwise, columnwise, (call.state or {}).get("grad_output"), sums=sums)
 
     def cast(self, operand: str, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes):
         """`GemmPlan.quantize` of `x` (..., K), where `casts_lean` holds. amaxes: (rowwise, columnwise), or None."""
@@ -150,6 +191,13 @@ def runs_lean(x, weight, call) -> bool:
     )  # fmt: skip
 
 
+def lean_linear(x, weight, bias, call) -> torch.Tensor:
+    """`linear.hybrid_linear` of a call that `runs_lean`: by the C++ node where it is there and can."""
+    run = call.plan.lean.node
+    y = None if run is None else run(x, weight, bias, call)
+    return LeanLinear.apply(x, weight, bias, call) if y is None else y
+
+
 class LeanLinear(torch.autograd.Function):
     """y = x @ w.T + b, dx = dy @ w, dw = dy.T @ x; see linear.py."""
 
@@ -158,7 +206,7 @@ class LeanLinear(torch.autograd.Function):
         plan, lean, needs, states = call.plan, call.plan.lean, ctx.needs_input_grad, call.state or {}
         x2d = x if x.dim() == 2 else as_matrix(x)
         x_row, x_col = lean.input(x2d, True, needs[1] and lean.keeps_input, states.get("input"))
-        w_row, w_col = _weight(lean, weight, needs[0] and lean.keeps_weight, call, states.get("weight"))
+        w_row, w_col = lean.cast_weight(weight, needs[0] and lean.keeps_weight, call, states.get("weight"))
         y = plan.run("fprop", x_row, w_row, x.dtype)
         if bias is not None:
             y = torch.add(y, bias).to(y.dtype)
@@ -174,29 +222,15 @@ class LeanLinear(torch.autograd.Function):
         return _backward_once(ctx, dy) if torch.is_grad_enabled() else _backward(ctx, dy)
 
 
-def _weight(lean: LeanCasts, weight, columnwise: bool, call, states):
-    if call.weight_cache is None:
-        return lean.weight(weight, True, columnwise, states)
-
-    def cast(weight, *, rowwise, columnwise):
-        return lean.weight(weight, rowwise, columnwise, states)
-
-    record = states is not None and any(s is not None and s.history is not None for s in states)
-    update = call.weight_update(weight) if call.weight_cache.stands else None
-    return call.weight_cache.get(weight, cast, (True, columnwise), record=record, training=call.training, update=update)
-
-
 def _backward(ctx, dy):
     call, weight, needs = ctx.call, ctx.weight, ctx.needs_input_grad
     plan, lean, states = call.plan, call.plan.lean, call.state or {}
     x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
     dx = dw = db = sums = None
     dy2d = dy if dy.dim() == 2 else as_matrix(dy)
-    if type(dy) is HybridTensor:  # cast as it was computed, see `takes_payloads`
-        dy_row, dy_col = plan.held_payloads("grad_output", dy2d, needs[0], needs[1])
-    else:
-        sums = kernels.sum_parts(dy2d) if needs[2] and lean.sums else None
-        dy_row, dy_col = lean.grad_output(dy2d, needs[0], needs[1], states.get("grad_output"), sums=sums)
+    if needs[2] and lean.sums and type(dy) is not HybridTensor:
+        sums = kernels.sum_parts(dy2d)
+    dy_row, dy_col = lean.cast_gradient(dy2d, needs[0], needs[1], call, sums)
     if needs[0]:
         w_col = w_kept if lean.keeps_weight else lean.weight(w_kept, False, True, states.get("weight"))[1]
         dx = plan.run("dgrad", dy_row, w_col, ctx.dtype)
@@ -217,6 +251,12 @@ _backward_once = once_differentiable(_backward)
 def takes_payloads(x) -> bool:
     """Whether the gradient of `x`, which nothing else reads, can be a `HybridTensor` of the payloads that the linear which
     made `x` casts it to: its backward is the next and takes no sums of it."""
-    node = x.grad_fn
+    made_by = x.grad_fn
     looked_at = x._backward_hooks or x.retains_grad
-    return type(node) is LeanLinear._backward_cls and not node.needs_input_grad[2] and not looked_at
+    return type(made_by) in _backward_types() and not made_by.needs_input_grad[2] and not looked_at
+
+
+@functools.lru_cache(maxsize=None)
+def _backward_types() -> tuple:
+    own = () if node.library() is None else (node.library().LinearBackward,)
+    return LeanLinear._backward_cls, *own

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from . import kernels
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
 from .gather import start_grad_output, start_input, start_input_column
-from .lean import LeanLinear, casts_lean, runs_lean, sums_in_cast
+from .lean import casts_lean, lean_linear, runs_lean, sums_in_cast
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
 from .quantizer import as_matrix
 from .saved import main_grad, placeholder_gradient, save_for_backward
@@ -407,7 +407,7 @@ def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
     into `main_grad` stay opaque operators. Compiled code neither uses the weight cache nor counts in `plan.calls`.
     """
     if not torch.compiler.is_compiling() and runs_lean(x, weight, call):
-        return LeanLinear.apply(x, weight, bias, call)
+        return lean_linear(x, weight, bias, call)
     if not torch.is_grad_enabled():
         return forward(x, weight, bias, call, keep_input=False, keep_weight=False)[0]
     return HybridLinearFunction.apply(x, weight, bias, call)

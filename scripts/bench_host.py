@@ -1,16 +1,17 @@
 """Host time of a linear's forward and backward against `torch.nn.Linear`'s in the same run (goal P9).
 
-    python scripts/bench_host.py [--device cuda] [--tokens 16 --features 1024] [--json OUT]
+    python scripts/bench_host.py [--device cuda] [--tokens 16 --features 1024] [--python] [--json OUT]
 
 The device waits for the host at this size, so that wall time is host time; every round times each linear once, in turn,
 with the backward in autograd's own thread, as torch has it for CUDA tensors, and in the calling one
-(`torch.autograd.set_multithreading_enabled(False)`).
+(`torch.autograd.set_multithreading_enabled(False)`). "by Python": the same linear without the C++ node (`--python`).
 On the CPU the kernels' time is in it too, and GEMMs are emulated: only what Python and torch's dispatch cost is alike.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import time
 
 import torch
@@ -24,15 +25,18 @@ RECIPES = ["bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "cu
 
 
 def layers(args) -> dict:
-    """torch's linear, and every recipe's: as it is, and with the weight cast once a step instead of once a call."""
+    """torch's linear, and every recipe's: as it is, and with the weight cast once a step instead of once a call; with
+    `--python` both without the C++ node too."""
     kwargs = dict(bias=False, device=args.device, dtype=torch.bfloat16)
     found = {"torch": torch.nn.Linear(args.features, args.features, **kwargs)}
     for name in args.recipes:
-        for cached in (False, True):
+        for cached, python in itertools.product((False, True), (False, True) if args.python else (False,)):
             layer = mh.HybridLinear(args.features, args.features, recipe=load_recipe(name), name="fc", **kwargs)
             if cached:
                 mh.prepare(layer).begin_step(1)
-            found[name + (", weight cached" if cached else "")] = layer
+            if python:
+                layer.plan.lean.node = None
+            found[name + (", weight cached" if cached else "") + (", by Python" if python else "")] = layer
     return found
 
 
@@ -67,6 +71,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=16)
     parser.add_argument("--features", type=int, default=1024)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
+    parser.add_argument("--python", action="store_true", help="compare with Python's functions")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--commit", help="recorded in place of git's")

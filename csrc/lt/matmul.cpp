@@ -10,8 +10,11 @@
 #include <array>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 #include <string>
+
+#include "../entry.h"
 
 namespace py = pybind11;
 
@@ -106,7 +109,7 @@ void set_scales(cublasLtMatmulDesc_t desc, const void* scale_a, const void* scal
 }
 
 cublasLtHandle_t handle(const Problem& p) {
-  static std::map<int64_t, cublasLtHandle_t> handles;  // under the GIL, as everything here
+  static std::map<int64_t, cublasLtHandle_t> handles;
   auto& h = handles[p[kDevice]];
   if (!h) check(lib.create(&h), "creating a handle", p);
   return h;
@@ -165,23 +168,31 @@ int64_t alignment(uintptr_t address) {
   return lowest == 0 || lowest > 256 ? 256 : static_cast<int64_t>(lowest);
 }
 
-// constants: two floats in device memory, 0 and 1. factor: address of a float in device memory, or 0 for 1.
+std::mutex lock;  // over what is kept between calls: autograd's thread comes without the GIL
+
+void run(const mh::MatmulArgs& c) {
+  const auto aligned = [](const void* at) { return alignment(reinterpret_cast<uintptr_t>(at)); };
+  const Problem p{c.device, c.rows_a, c.rows_b, c.k, c.type_a, c.type_b, c.type_out, c.mode_a, c.mode_b, c.fast, c.add,
+                  c.factor != nullptr, aligned(c.a), aligned(c.b), aligned(c.out), c.workspace_bytes};
+  const std::lock_guard<std::mutex> locked(lock);
+  const Prepared& ready = prepared(p, c.scale_a, c.scale_b);
+  set_scales(ready.desc, c.scale_a, c.scale_b, p);
+  const float one = 1.0f, beta = c.add ? 1.0f : 0.0f;
+  const void* alpha = c.factor ? c.factor : &one;
+  const void* beta_at = c.factor ? c.constants + c.add : &beta;
+  check(lib.matmul(handle(p), ready.desc, alpha, c.b, ready.a, c.a, ready.b, beta_at, c.out, ready.out, c.out, ready.out,
+                   &ready.algo, c.workspace, static_cast<size_t>(c.workspace_bytes), reinterpret_cast<cudaStream_t>(c.stream)),
+        "a product", p);
+}
+
 void matmul(uintptr_t a, uintptr_t b, uintptr_t out, int64_t rows_a, int64_t rows_b, int64_t k, int type_a, int type_b,
             int type_out, int mode_a, int mode_b, uintptr_t scale_a, uintptr_t scale_b, bool fast, bool add,
             uintptr_t factor, uintptr_t constants, uintptr_t workspace, int64_t workspace_bytes, uintptr_t stream,
             int device) {
-  const Problem p{device, rows_a, rows_b, k, type_a, type_b, type_out, mode_a, mode_b, fast, add, factor != 0,
-                  alignment(a), alignment(b), alignment(out), workspace_bytes};
   const auto pointer = [](uintptr_t address) { return reinterpret_cast<void*>(address); };
-  const Prepared& ready = prepared(p, pointer(scale_a), pointer(scale_b));
-  set_scales(ready.desc, pointer(scale_a), pointer(scale_b), p);
-  const float one = 1.0f, beta = add ? 1.0f : 0.0f;
-  const void* alpha = factor ? pointer(factor) : static_cast<const void*>(&one);
-  const void* beta_at = factor ? pointer(constants + (add ? sizeof(float) : 0)) : static_cast<const void*>(&beta);
-  check(lib.matmul(handle(p), ready.desc, alpha, pointer(b), ready.a, pointer(a), ready.b, beta_at, pointer(out), ready.out,
-                   pointer(out), ready.out, &ready.algo, pointer(workspace), static_cast<size_t>(workspace_bytes),
-                   reinterpret_cast<cudaStream_t>(stream)),
-        "a product", p);
+  const auto floats = [](uintptr_t address) { return reinterpret_cast<const float*>(address); };
+  run({pointer(a), pointer(b), pointer(out), rows_a, rows_b, k, type_a, type_b, type_out, mode_a, mode_b, pointer(scale_a),
+       pointer(scale_b), fast, add, floats(factor), floats(constants), pointer(workspace), workspace_bytes, stream, device});
 }
 
 }  // namespace
@@ -193,6 +204,8 @@ PYBIND11_MODULE(_C_lt, m) {
         py::arg("type_a"), py::arg("type_b"), py::arg("type_out"), py::arg("mode_a"), py::arg("mode_b"), py::arg("scale_a"),
         py::arg("scale_b"), py::arg("fast"), py::arg("add"), py::arg("factor"), py::arg("constants"), py::arg("workspace"),
         py::arg("workspace_bytes"), py::arg("stream"), py::arg("device"));
+  static const mh::Matmul table{&run};
+  m.attr("MATMUL") = py::capsule(&table, mh::kMatmulCapsule);
   m.attr("TYPES") = py::dict(py::arg("e4m3") = static_cast<int>(CUDA_R_8F_E4M3), py::arg("e5m2") = static_cast<int>(CUDA_R_8F_E5M2),
                              py::arg("bf16") = static_cast<int>(CUDA_R_16BF), py::arg("fp32") = static_cast<int>(CUDA_R_32F));
   m.attr("MODES") = py::dict(py::arg("none") = static_cast<int>(kNoScale),

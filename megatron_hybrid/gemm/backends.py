@@ -17,6 +17,10 @@ class _ExactSums:
 
     native = False
 
+    def route(self, pair: GemmPair) -> str:
+        """How csrc/node runs a pair: by itself as ``high_precision`` or ``decoded``, or ``python``: by calling this."""
+        return "python"
+
     def reason(self, pair: GemmPair) -> str | None:
         return None
 
@@ -40,6 +44,10 @@ class _Prepared:
     backend: _ExactSums
     pair: GemmPair
 
+    @property
+    def route(self) -> str:
+        return self.backend.route(self.pair)
+
     def __call__(self, a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
         return self.backend.run(a, b, self.pair, out_dtype, accumulate_into)
 
@@ -51,6 +59,9 @@ class HighPrecisionBackend(_ExactSums):
 
     def reason(self, pair: GemmPair) -> str | None:
         return "an operand is quantized" if pair.is_quantized else None
+
+    def route(self, pair: GemmPair) -> str:
+        return "high_precision"
 
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
         x, w = a.operand(a.dtype), b.operand(b.dtype)
@@ -67,6 +78,9 @@ class EmulatedBackend(_ExactSums):
     """
 
     name = "emulated"
+
+    def route(self, pair: GemmPair) -> str:
+        return "decoded" if pair.device.type == "cpu" else "python"
 
     def wants_transposed(self, pair: GemmPair) -> bool:
         return True

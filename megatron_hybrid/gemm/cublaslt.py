@@ -36,7 +36,7 @@ def codes() -> tuple[dict, dict]:
 
 
 @functools.lru_cache(maxsize=None)
-def _workspace(device: int, stream: int) -> torch.Tensor:
+def workspace(device: int, stream: int) -> torch.Tensor:
     """One for every stream, whose products run one after the other."""
     return torch.empty(_WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
 
@@ -78,7 +78,7 @@ def multiply(
     library().matmul(
         a.data_ptr(), b.data_ptr(), out.data_ptr(), rows_a, rows_b, k, types[dtypes[0]], types[dtypes[1]],
         types[out.dtype], modes[kinds[0]], modes[kinds[1]], *scales, fast, add, factor.data_ptr() if has_factor else 0,
-        _CONSTANTS[device].data_ptr() if has_factor else 0, _workspace(device, stream).data_ptr(), _WORKSPACE, stream,
+        _CONSTANTS[device].data_ptr() if has_factor else 0, workspace(device, stream).data_ptr(), _WORKSPACE, stream,
         device,
     )  # fmt: skip
     return out

@@ -86,6 +86,11 @@ class ScaledMm:
     fast: bool
     direct: bool = False  # the library called by gemm/cublaslt.py; traced code calls it through torch all the same
 
+    @property
+    def route(self) -> str:
+        """How csrc/node runs it: as `_direct` does, or by calling this."""
+        return "cublaslt" if self.direct else "python"
+
     def __call__(self, a: QuantizedStorage, b: QuantizedStorage, out_dtype, accumulate_into=None) -> torch.Tensor:
         qa, qb = codes(a), codes(b)
         (rows_a, contraction), rows_b = qa.shape, qb.shape[0]

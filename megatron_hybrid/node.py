@@ -1,0 +1,114 @@
+"""The linear of lean.py as a node of autograd written in C++ (csrc/node), where this package was built with it.
+
+What Python costs in the thread that runs backward is more than what the node does there. A `NodePlan` tells the node once
+what lean.py works out from a plan; the functions below are what the node still asks of Python. Calls that it does not take
+(`csrc/node/linear.cpp`, `runs`) are lean.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+
+import torch
+
+from . import kernels
+from .formats import DIRECTIONS
+from .gemm import cublaslt
+from .gemm.backend import OPERANDS
+from .gemm.scaled_mm import BLOCK, ROW, TENSOR, TILE
+from .quantizer import as_matrix
+from .saved import main_grad, placeholder_gradient  # noqa: F401  which the node calls
+from .storage import QuantizedStorage
+from .storage_layout import relayout
+
+_KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
+
+
+@functools.lru_cache(maxsize=None)
+def library():
+    """The extension; None where it is not built, or for another torch."""
+    try:
+        return importlib.import_module("megatron_hybrid._C_node")
+    except ImportError:
+        return None
+
+
+class NodePlan:
+    """A plan as the node reads it. Calling it with (x, weight, bias, call) gives y, or None for a call that is lean.py's."""
+
+    def __init__(self, casts: tuple, steps: tuple, keeps: tuple[bool, bool], sums: bool, device_type: str):
+        """casts: an `OperandCast` an operand. steps: a `GemmStep` a gemm. keeps: whether columns of input and weight are."""
+        self._made_of = casts, steps, keeps, sums, device_type
+        direct = any(step.multiply.route == "cublaslt" for step in steps)
+        types = cublaslt.codes()[0] if direct else {torch.bfloat16: 0, torch.float32: 0}
+        self.run = library().Plan(
+            sides=[[_side(side) for side in (cast.row, cast.col)] for cast in casts],
+            products=[_product(step) for step in steps], keeps_input=keeps[0], keeps_weight=keeps[1], sums=sums,
+            bf16=types[torch.bfloat16], fp32=types[torch.float32], casts=kernels.extension(device_type).CASTS,
+            matmul=cublaslt.library().MATMUL if direct else None, python=sys.modules[__name__],
+        )  # fmt: skip
+
+    def __reduce__(self):
+        return NodePlan, self._made_of
+
+    def __call__(self, x, weight, bias, call):
+        return self.run(x, weight, bias, call)
+
+
+def _side(side):
+    fmt, axis = side.format, DIRECTIONS.index(side.direction)
+    if not side.quantized:
+        return library().Side(quantized=False, axis=axis)
+    fields = kernels.spec_fields(fmt, side.direction)
+    del fields["sr"]  # nothing here is random
+    return library().Side(quantized=True, transposed=side.transposed, stateful=fmt.is_stateful, **fields)
+
+
+def _product(step):
+    how = step.multiply
+    if how.route != "cublaslt":
+        return library().Product(route=how.route, backend=step.backend.name)
+    types, modes = cublaslt.codes()
+    kinds, dtypes = (how.kind_a, how.kind_b), (how.dtype_a, how.dtype_b)
+    return library().Product(
+        route=how.route, backend=step.backend.name, kinds=[_KINDS.index(kind) for kind in kinds],
+        types=[types[dtype] for dtype in dtypes], modes=[modes[kind] for kind in kinds], rows_a=how.rows_a, fast=how.fast,
+    )  # fmt: skip
+
+
+# ---- what the node asks for
+
+
+def workspace(device: int, stream: int) -> int:
+    """The address of cuBLASLt's working memory on a stream."""
+    return cublaslt.workspace(device, stream).data_ptr()
+
+
+def cached(call, weight: torch.Tensor, columnwise: bool):
+    """(rowwise, columnwise) payloads of a weight from its cache."""
+    lean = call.plan.lean
+    both = lean.cast_weight(weight, columnwise, call, None if call.state is None else call.state["weight"])
+    return _parts(both[0], lean.weight.row), _parts(both[1], lean.weight.col)
+
+
+def payloads_of(call, dy: torch.Tensor, rowwise: bool, columnwise: bool):
+    """(rowwise, columnwise) payloads of a gradient (..., N) that was cast as it was computed."""
+    lean = call.plan.lean
+    both = lean.cast_gradient(as_matrix(dy), rowwise, columnwise, call)
+    return _parts(both[0], lean.grad_output.row), _parts(both[1], lean.grad_output.col)
+
+
+def product(call, gemm: str, a: tuple, b: tuple, dtype: torch.dtype, total: torch.Tensor | None) -> torch.Tensor:
+    """`GemmPlan.run` of two payloads of the node."""
+    sides = [call.plan.lean.side(*which) for which in OPERANDS[gemm]]
+    return call.plan.run(gemm, *(side.payload(*found) for side, found in zip(sides, (a, b))), dtype, total)
+
+
+def _parts(s: QuantizedStorage | None, side):
+    """(M, K, codes, scales, amaxes) of a payload, as the node takes it."""
+    if s is None:
+        return None
+    s = relayout(s, side.transposed)
+    return *s.shape, s.qdata, s.scale, s.outer_amax

@@ -1,0 +1,322 @@
+"""The C++ autograd node of the commonest linear gives the bits, the counts and the behaviour of Python's (properties 12, 18,
+25, 30)."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from linear_cases import EVERY, randn, recipe
+
+import megatron_hybrid as mh
+from megatron_hybrid import lean, node
+from megatron_hybrid.tensor import HybridTensor
+
+pytestmark = pytest.mark.skipif(node.library() is None, reason="this build has no _C_node")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])]  # fmt: skip
+FORMATS = [name for name in EVERY if name != "nvfp4:sr"]
+MIXED = dict(fprop="mxfp8_e4m3", dgrad="fp8_current_e5m2", wgrad={"grad_output": "high_precision", "input": "nvfp4"})
+NODE = "LeanLinearBackward"
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return request.param
+
+
+def layers(rcp, device="cpu", bias=True, dtype=torch.bfloat16, count=2, features=(48, 32)):
+    torch.manual_seed(0)
+    first = mh.HybridLinear(*features, bias, recipe=rcp, name="fc", dtype=dtype)
+    return [copy.deepcopy(first).to(device) for _ in range(count)]
+
+
+def without_node(layer):
+    """The same layer, run by Python's function."""
+    for plan in layer.hq.plans():
+        plan.lean.node = None
+    return layer
+
+
+def by_node(y) -> bool:
+    return type(y.grad_fn) is node.library().LinearBackward
+
+
+def results(layer, shape=(5, 4), main_grad=None, frozen=(), seed=0, turned=False, again=False):
+    """y and gradients of one step."""
+    device, (n, k), dtype = layer.weight.device, layer.weight.shape, layer.weight.dtype
+    x = randn(*shape, k, seed=seed, dtype=dtype).to(device).requires_grad_("x" not in frozen)
+    layer.weight.requires_grad_("weight" not in frozen)
+    if layer.bias is not None:
+        layer.bias.requires_grad_("bias" not in frozen)
+    layer.zero_grad()
+    if main_grad:
+        layer.weight.main_grad = torch.ones(n, k, device=device, dtype=main_grad)
+    y = layer(x)
+    dy = randn(*y.shape, seed=seed + 1, dtype=dtype).to(device)
+    if turned:
+        dy = dy.transpose(0, -1).contiguous().transpose(0, -1)
+    if again:
+        y.backward(dy, retain_graph=True)
+    y.backward(dy)
+    grads = [x.grad, layer.weight.main_grad if main_grad else layer.weight.grad, layer.bias is None or layer.bias.grad]
+    return y, [y.detach(), *(g for g in grads if torch.is_tensor(g))]
+
+
+def assert_same(layer, plain, **case):
+    y, got = results(layer, **case)
+    y_plain, wanted = results(without_node(plain), **case)
+    assert by_node(y) and not by_node(y_plain)
+    assert len(got) == len(wanted)
+    for a, b in zip(got, wanted):
+        assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
+    assert layer.plan.calls == plain.plan.calls
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_every_format(fmt, device):
+    pair = layers(recipe(fmt, fmt, fmt), device)
+    for layer in pair:
+        mh.prepare(layer).begin_step(1)
+    for cached in range(2):  # the second call finds the weight in its cache
+        assert_same(*pair, seed=cached)
+        assert_same(*pair, seed=cached, turned=True, again=True)
+    assert all(torch.equal(a, b) for a, b in zip(pair[0].hq.buffers(), pair[1].hq.buffers(), strict=True))
+
+
+CASES = [
+    dict(shape=(7,)), dict(shape=()), dict(shape=(0,)), dict(shape=(2, 3, 2)), dict(shape=(4, 3), turned=True),
+    dict(main_grad=torch.float32), dict(main_grad=torch.bfloat16), dict(frozen=["x"]), dict(frozen=["weight"]),
+    dict(frozen=["bias"]), dict(frozen=["x", "weight"]), dict(frozen=["weight", "bias"]), dict(again=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+def test_shapes_and_gradients(case, dtype, device):
+    for rcp in (recipe(**MIXED), recipe("fp8_block_e4m3", "fp8_delayed_e4m3", "fp8_rowwise_e4m3"), recipe()):
+        for bias in (True, False):
+            if not bias and case.get("frozen") == ["x", "weight"]:
+                continue
+            assert_same(*layers(rcp, device, bias=bias, dtype=dtype), **case)
+
+
+BLOCKS = dict(fprop={"input": "fp8_block_e4m3", "weight": "fp8_block_e4m3:2d"}, dgrad={"grad_output": "fp8_block_e5m2", "weight": "fp8_block_e4m3:2d"}, wgrad="fp8_block_e4m3")  # fmt: skip
+
+
+@pytest.mark.parametrize("features", [(48, 32), (1024, 1024), (200, 136), (20, 12)])
+@pytest.mark.parametrize("tokens", [16, 24, 5])
+@pytest.mark.parametrize("fmt", ["fp8_current_e4m3", "fp8_delayed_e4m3", "fp8_rowwise_e4m3", "fp8_block_e4m3", "blocks"])
+def test_sizes_that_native_gemms_pad(fmt, features, tokens, device):
+    rcp = recipe(**BLOCKS) if fmt == "blocks" else recipe(fmt, fmt, fmt)
+    for main_grad in (None, torch.float32):
+        assert_same(*layers(rcp, device, features=features), shape=(tokens,), main_grad=main_grad)
+
+
+def test_delayed_scales_and_cached_weights_over_steps(device):
+    fmt = "fp8_delayed_e4m3:history=3"
+    pair = layers(recipe(fmt, fmt, fmt), device)
+    ctls = [mh.prepare(layer) for layer in pair]
+    for step in range(1, 4):
+        for ctl in ctls:
+            ctl.begin_step(step, num_microbatches=2)
+        for microbatch in range(2):
+            for ctl in ctls:
+                ctl.microbatch(microbatch)
+            assert_same(*pair, seed=10 * step + microbatch)
+        for ctl in ctls:
+            ctl.end_step()
+    buffers = [dict(layer.hq.named_buffers()) for layer in pair]
+    assert len(buffers[0]) == 12 and all(torch.equal(t, buffers[1][name]) for name, t in buffers[0].items())
+
+
+def test_gradients_go_where_the_weight_says(device):
+    """`take_main_grad` is asked once a backward and comes before `main_grad`; None: autograd takes the gradient. Both may be
+    set after the forward."""
+    for late in (False, True):
+        (layer, plain), asked = layers(recipe(**MIXED), device), []
+        without_node(plain)
+        for given in (torch.ones(32, 48, device=device), None):
+            x, dy = randn(20, 48).to(device), randn(20, 32, seed=1).to(device)
+            y = layer(x) if late else None
+            layer.weight.main_grad = torch.full((32, 48), torch.nan)
+            layer.weight.take_main_grad = lambda: (asked.append(1), given)[1]  # noqa: B023
+            plain.weight.main_grad = None if given is None else torch.ones(32, 48, device=device)
+            (y if late else layer(x)).backward(dy)
+            plain(x).backward(dy)
+            assert len(asked) == 1 and layer.weight.main_grad.isnan().all()
+            asked.clear()
+            if given is not None:
+                assert torch.equal(given, plain.weight.main_grad) and layer.weight.grad_added_to_main_grad
+                layer.weight.grad = plain.weight.grad = None
+            del layer.weight.take_main_grad, layer.weight.main_grad
+        assert torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+def one(fmt="mxfp8_e4m3", device="cpu", **kwargs):
+    return layers(recipe(fmt, fmt, fmt), device, count=1, **kwargs)[0]
+
+
+def test_a_second_derivative_is_refused(device):
+    layer, x = one(device=device), randn(4, 48).to(device).requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).float().pow(2).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.float().sum().backward()
+
+
+def test_a_graph_is_gone_after_its_backward(device):
+    for fmt in ("mxfp8_e4m3", "high_precision"):
+        y = one(fmt, device)(randn(4, 48).to(device).requires_grad_())
+        y.backward(torch.ones_like(y))
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            y.backward(torch.ones_like(y))
+
+
+def test_a_changed_tensor_that_was_kept_is_noticed(device):
+    x = randn(4, 48).to(device).requires_grad_()
+    layer = one("high_precision", device)
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(torch.ones_like(y))
+    layer = one("mxfp8_e4m3", device)  # keeps a payload instead
+    y = layer(x)
+    with torch.no_grad():
+        layer.weight.add_(1)
+    y.backward(torch.ones_like(y))
+
+
+def test_hooks_on_tensors_parameters_and_the_node(device):
+    layer, seen = one(device=device), []
+    x = randn(4, 48).to(device).requires_grad_()
+    y = layer(x)
+    x.register_hook(lambda g: (seen.append("x"), g * 2)[1])
+    y.register_hook(lambda g: (seen.append("y"), g * 2)[1])
+    layer.weight.register_post_accumulate_grad_hook(lambda p: seen.append("weight"))
+    y.grad_fn.register_prehook(lambda grads: seen.append("before"))
+    y.grad_fn.register_hook(lambda made, grads: seen.append(len(made)))
+    y.sum().backward()
+    assert set(seen) == {"x", "y", "weight", "before", 3}
+    (plain,) = layers(recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), device, count=1)
+    z = x.detach().requires_grad_()
+    without_node(plain)(z).backward(torch.full_like(y, 2))
+    assert torch.equal(x.grad, z.grad * 2) and torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+def test_gradients_of_no_one(device):
+    """No gradient comes: zeros, as torch's functions in Python get."""
+
+    class Nothing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            return None
+
+    layer, x = one(device=device), randn(4, 48).to(device).requires_grad_()
+    Nothing.apply(layer(x)).sum().backward()
+    assert x.grad is None or not x.grad.any()
+
+
+def test_calls_that_are_left_to_python():
+    layer, x = one(), randn(4, 48).requires_grad_()
+    assert by_node(layer(x))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        assert not by_node(layer(x))
+    with torch.autocast("cpu"):
+        assert not by_node(layer(x))
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError):
+        layer(torch.autograd.forward_ad.make_dual(x, x))
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: layer(x).float().sum())(x)
+    assert not by_node(layer(layer.cast_input(x)))
+    with torch.no_grad():
+        assert layer(x).grad_fn is None
+    assert by_node(layer(x))
+
+
+def test_weights_and_inputs_without_gradients():
+    layer = one()
+    layer.requires_grad_(False)
+    assert layer(randn(4, 48)).grad_fn is None
+
+
+def test_the_profiler_sees_names(device):
+    layer, x = one(device=device), randn(4, 48).to(device).requires_grad_()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(x).sum().backward()
+    names = {event.name for event in profile.events()}
+    assert {"LeanLinear", NODE} <= names
+
+
+def test_recomputed_activations(device):
+    pair = layers(recipe("fp8_delayed_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), device)
+    without_node(pair[1])
+    for reentrant in (True, False):
+        found = []
+        for layer in pair:
+            x = randn(4, 48).to(device).requires_grad_()
+            layer.zero_grad()
+            torch.utils.checkpoint.checkpoint(lambda x: layer(x).relu(), x, use_reentrant=reentrant).sum().backward()  # noqa: B023
+            found.append([x.grad, layer.weight.grad, *layer.hq.buffers()])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_nothing_is_kept_longer_than_the_graph():
+    layer, x = one(), randn(4, 48).requires_grad_()
+    y = layer(x)
+    call = weakref.ref(y.grad_fn.call.plan.lean.node)
+    assert y.grad_fn.needs_input_grad == (True, True, True)
+    gone = weakref.ref(x)
+    y.sum().backward()
+    del x, y
+    gc.collect()
+    assert gone() is None and call() is layer.plan.lean.node
+
+
+def test_plans_with_their_nodes_can_be_copied_and_pickled():
+    layer = one()
+    x = randn(4, 48)
+    call = layer.hq.call(x.device, mh.linear.LOCAL, training=True)
+    wanted = layer.plan.lean.node(x, layer.weight, None, call)
+    for again in (copy.deepcopy(layer.plan), pickle.loads(pickle.dumps(layer.plan))):
+        assert again.lean.node is not layer.plan.lean.node
+        assert torch.equal(again.lean.node(x, layer.weight, None, call), wanted)
+
+
+class CastGradient(torch.autograd.Function):
+    """Gives back a gradient cast as the linear before it casts it."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.call, ctx.needs = y.grad_fn.call, y.grad_fn.needs_input_grad
+        return y * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        plan, shape = ctx.call.plan, dy.shape
+        row, col = plan.lean.cast_gradient(dy.reshape(-1, shape[-1]), ctx.needs[0], ctx.needs[1], ctx.call)
+        return HybridTensor.from_storages(row, col, shape, dy.dtype, plan.quantizers["grad_output"])
+
+
+@pytest.mark.parametrize("frozen", [(), ("x",), ("weight",)])
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "fp8_delayed_e5m2", "fp8_block_e4m3"])
+def test_a_gradient_that_was_cast_before(fmt, frozen, device):
+    found = []
+    for before in (True, False):
+        layer = one(fmt, device, bias=False)
+        mh.prepare(layer).begin_step(1)
+        x = randn(5, 4, 48).to(device).requires_grad_("x" not in frozen)
+        layer.weight.requires_grad_("weight" not in frozen)
+        y = layer(x)
+        assert by_node(y) and lean.takes_payloads(y)
+        if before:
+            y = CastGradient.apply(y)
+        y.backward(randn(5, 4, 32, seed=1).to(device))
+        found.append([x.grad, layer.weight.grad, *(b for _, b in layer.hq.named_buffers())])
+    for a, b in zip(*found, strict=True):
+        assert a is b is None or torch.equal(a, b)
