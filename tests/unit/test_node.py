@@ -2,21 +2,24 @@
 25, 30)."""
 
 import copy
+import ctypes
+import dataclasses
 import gc
 import pickle
 import weakref
 
 import pytest
 import torch
-from linear_cases import EVERY, randn, recipe
+from linear_cases import EVERY, STOCHASTIC, randn, recipe
 
 import megatron_hybrid as mh
 from megatron_hybrid import lean, node
+from megatron_hybrid.gemm import scaled_mm
 from megatron_hybrid.tensor import HybridTensor
 
 pytestmark = pytest.mark.skipif(node.library() is None, reason="this build has no _C_node")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])]  # fmt: skip
-FORMATS = [name for name in EVERY if name != "nvfp4:sr"]
+FORMATS = [name for name in EVERY if name != STOCHASTIC]
 MIXED = dict(fprop="mxfp8_e4m3", dgrad="fp8_current_e5m2", wgrad={"grad_output": "high_precision", "input": "nvfp4"})
 NODE = "LeanLinearBackward"
 
@@ -34,8 +37,7 @@ def layers(rcp, device="cpu", bias=True, dtype=torch.bfloat16, count=2, features
 
 def without_node(layer):
     """The same layer, run by Python's function."""
-    for plan in layer.hq.plans():
-        plan.lean.node = None
+    layer.plan.lean.node = None
     return layer
 
 
@@ -83,6 +85,18 @@ def test_every_format(fmt, device):
         assert_same(*pair, seed=cached)
         assert_same(*pair, seed=cached, turned=True, again=True)
     assert all(torch.equal(a, b) for a, b in zip(pair[0].hq.buffers(), pair[1].hq.buffers(), strict=True))
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_products_that_python_runs(fmt, device):
+    """A backend that the node does not know gets the payloads that it would get of Python."""
+    pair = layers(recipe(fmt, fmt, fmt), device)
+    for layer in pair:
+        layer.hq.backend = "reference"
+        layer.hq.replan(layer.hq.recipe)
+        mh.prepare(layer).begin_step(1)
+    for main_grad in (None, torch.float32):
+        assert_same(*pair, main_grad=main_grad)
 
 
 CASES = [
@@ -320,3 +334,100 @@ def test_a_gradient_that_was_cast_before(fmt, frozen, device):
         found.append([x.grad, layer.weight.grad, *(b for _, b in layer.hq.named_buffers())])
     for a, b in zip(*found, strict=True):
         assert a is b is None or torch.equal(a, b)
+
+
+# ---- what the node hands to cuBLASLt, without a GPU: a library that multiplies what it is pointed to
+
+
+class MatmulArgs(ctypes.Structure):
+    """`mh::MatmulArgs` of csrc/entry.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("a", "b", "out")),
+        *((name, ctypes.c_int64) for name in ("rows_a", "rows_b", "k")),
+        *((name, ctypes.c_int) for name in ("type_a", "type_b", "type_out", "mode_a", "mode_b")),
+        *((name, ctypes.c_void_p) for name in ("scale_a", "scale_b")), ("fast", ctypes.c_bool), ("add", ctypes.c_bool),
+        *((name, ctypes.c_void_p) for name in ("factor", "constants", "workspace")), ("workspace_bytes", ctypes.c_int64),
+        ("stream", ctypes.c_size_t), ("device", ctypes.c_int),
+    ]  # fmt: skip
+
+
+class Library:
+    """Stands in for gemm/cublaslt.py and for `_C_lt`. `seen`: of every product, all but its pointers."""
+
+    TYPES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.bfloat16: 2, torch.float32: 3}
+    MODES = {"none": -1, "tensor": 0, "row": 1, "1x128": 2, "128x128": 3}
+
+    def __init__(self):
+        self.seen = []
+        self._called = ctypes.CFUNCTYPE(None, ctypes.POINTER(MatmulArgs))(lambda args: self.matmul(args.contents))
+        self._table = (ctypes.c_void_p * 1)(ctypes.cast(self._called, ctypes.c_void_p).value)
+        capsule = ctypes.pythonapi.PyCapsule_New
+        capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+        self.MATMUL = capsule(ctypes.addressof(self._table), b"megatron_hybrid.matmul", None)
+
+    def library(self):
+        return self
+
+    def codes(self):
+        return self.TYPES, self.MODES
+
+    def workspace(self, device, stream):
+        return torch.empty(1)
+
+    def multiply(self, a, b, out, *, dtypes, kinds, scales, fast, add=False):
+        types = [self.TYPES[dtype] for dtype in (*dtypes, out.dtype)]
+        modes = [self.MODES[kind] for kind in kinds]
+        pointers = [t.data_ptr() for t in (a, b, out)]
+        self.matmul(MatmulArgs(*pointers, *a.shape[:1], *b.shape, *types, *modes, *scales, fast, add))
+        return out
+
+    def matmul(self, args):
+        names = ("rows_a", "rows_b", "k", "type_a", "type_b", "type_out", "mode_a", "mode_b", "fast", "add")
+        self.seen.append({name: getattr(args, name) for name in names})
+        a = self._read(args.a, args.type_a, args.rows_a, args.k, args.mode_a, args.scale_a)
+        b = self._read(args.b, args.type_b, args.rows_b, args.k, args.mode_b, args.scale_b)
+        out = self._at(args.out, args.rows_a * args.rows_b, {2: torch.bfloat16, 3: torch.float32}[args.type_out])
+        out = out.view(args.rows_a, args.rows_b)
+        out.copy_((a @ b.T + out.double()) if args.add else a @ b.T)
+
+    @staticmethod
+    def _at(address, count, dtype):
+        size = count * dtype.itemsize
+        return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
+
+    def _read(self, address, kind, rows, k, mode, scale):
+        codes = self._at(address, rows * k, (torch.float8_e4m3fn, torch.float8_e5m2)[kind]).view(rows, k).double()
+        blocks, tiles = -(-k // 128), -(-rows // 128)
+        if mode == 2:
+            scales = self._at(scale, blocks * rows, torch.float32).view(blocks, rows).T.repeat_interleave(128, 1)[:, :k]
+        elif mode == 3:
+            padded = -(-blocks // 4) * 4
+            scales = self._at(scale, tiles * padded, torch.float32).view(tiles, padded)
+            scales = scales.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :k]
+        else:
+            scales = self._at(scale, rows if mode else 1, torch.float32).view(-1, 1)
+        return codes * scales
+
+
+@pytest.mark.parametrize("features", [(48, 32), (256, 384), (200, 136), (20, 12)])
+@pytest.mark.parametrize("tokens", [16, 5, 130, 0])
+@pytest.mark.parametrize("fmt", ["fp8_current_e4m3", "fp8_delayed_e4m3", "fp8_rowwise_e4m3", "fp8_block_e4m3", "blocks"])
+def test_the_library_is_told_what_python_tells_it(fmt, tokens, features, monkeypatch):
+    rcp = recipe(**BLOCKS) if fmt == "blocks" else recipe(fmt, fmt, fmt)
+    library = Library()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    for module in (node, scaled_mm):
+        monkeypatch.setattr(module, "cublaslt", library)
+    for total in (None, torch.float32, torch.bfloat16):
+        for dtype in (torch.bfloat16, torch.float32):
+            pair = layers(rcp, features=features, dtype=dtype)
+            for layer in pair:
+                for step in layer.plan.steps().values():
+                    run = scaled_mm.ScaledMmBackend().prepare(step.pair)
+                    object.__setattr__(step, "multiply", dataclasses.replace(run, direct=True))
+            library.seen.clear()
+            assert_same(*pair, shape=(tokens,), main_grad=total)
+            products = len(library.seen) // 2
+            assert products == (3 if tokens else 0)
+            assert library.seen[:products] == library.seen[products:]
