@@ -171,6 +171,12 @@ class BuildKernels(build_ext):
             say("CUDA kernels: not built (nvcc is neither on PATH nor in CUDA_HOME)")
         return nvcc
 
+    def build_extensions(self):
+        """All of them at once; what they compile shares one pool."""
+        workers = self.parallel or os.cpu_count() or 1
+        with ThreadPoolExecutor(int(workers)) as self.compilers, ThreadPoolExecutor(len(self.extensions)) as builders:
+            list(builders.map(self.build_extension, self.extensions))
+
     def build_extension(self, ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -196,9 +202,7 @@ class BuildKernels(build_ext):
         return [f"-DMH_MODULE={module}", f"-DMH_BACKEND={backend}", *(f"-isystem{path}" for path in self._python_includes())]
 
     def _compile(self, jobs: list[tuple[list[str], Path, Path]]) -> list[str]:
-        workers = self.parallel or min(len(jobs), os.cpu_count() or 1)
-        with ThreadPoolExecutor(int(workers)) as pool:
-            list(pool.map(lambda job: compile_one(*job), jobs))
+        list(self.compilers.map(lambda job: compile_one(*job), jobs))
         return [str(output) for _, _, output in jobs]
 
     def _link(self, objects: list[str], target: Path, libraries: list[str]) -> None:
@@ -217,9 +221,10 @@ class BuildKernels(build_ext):
         command = [*self.cxx, *CXX_FLAGS, "-O2", *flags, python]
         try:
             objects = self._compile([(command, CSRC / "node" / "linear.cpp", self.objects / "node_linear.o")])
-        except RuntimeError as error:  # torch's C++ interface is no stable one
-            return say(f"autograd node: not built, Python's linear serves; for this torch it does not compile: {error}")
-        self._link(objects, target, libraries)
+            self._link(objects, target, libraries)
+        except (RuntimeError, subprocess.CalledProcessError) as error:  # torch's C++ interface is no stable one
+            return say(f"autograd node: not built, Python's linear serves; it does not compile for this torch: {error}")
+        say("autograd node: built")
 
     def _build_cpu(self, target: Path) -> None:
         isas = ISA_FLAGS if IS_X86 else {"baseline": []}

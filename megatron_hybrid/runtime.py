@@ -398,7 +398,8 @@ class LinearRuntime(torch.nn.Module):
         if torch.compiler.is_compiling():
             return
         if torch._C._current_graph_task_id() == -1:
-            self._forward_plan = plan
+            if self._forward_plan is not plan:  # a module's attributes are slow to set
+                self._forward_plan = plan
         elif plan != self._recomputed_plan(device, plan):
             raise PlanError(
                 f"{plan.label}: the recipe changed between a forward and its recomputation in backward; finish the "

@@ -156,6 +156,8 @@ Tensor as_matrix(const Tensor& x) {
   return x.reshape({rows, x.size(-1)});
 }
 
+int64_t num_panels(int64_t rows) { return (rows + mh::kPanelRows - 1) / mh::kPanelRows; }
+
 mh::Dtype dtype_code(ScalarType dtype) {
   return dtype == ScalarType::Float ? mh::Dtype::f32 : dtype == ScalarType::BFloat16 ? mh::Dtype::bf16 : mh::Dtype::f16;
 }
@@ -200,7 +202,8 @@ Payload unwritten(const Side& side, const Tensor& x) {
 }
 
 // `OperandCast` of lean.py. sums: null, or memory for the sums over M that the cast takes on its way.
-Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const States& states, float* sums) {
+Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const States& states,
+          float* sums = nullptr) {
   const bool wanted[] = {rowwise, columnwise};
   Pair made;
   int64_t needed[3] = {};  // bytes that live until the cast has run: amaxes of both directions, working memory of the row's
@@ -213,7 +216,7 @@ Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool
     casts = true;
     const bool measures = side.measures() && !side.stateful;
     if (measures && !side.keeps_amax()) needed[d] = aligned(num_amaxes(side.spec, x.size(0), x.size(1)) * 4);
-    if (measures && d == 0 && side.spec.outer_rows && x.is_cuda()) needed[2] = (x.size(0) + mh::kPanelRows - 1) / mh::kPanelRows * 4;
+    if (measures && d == 0 && side.spec.outer_rows && x.is_cuda()) needed[2] = num_panels(x.size(0)) * 4;
   }
   if (!casts) return made;
   Tensor memory;
@@ -284,7 +287,7 @@ const void* laid_out(Kind kind, const Payload& p, int64_t pad, Tensor& kept) {
 constexpr int64_t kAlign = 16;
 constexpr int64_t kWorkspace = 32 << 20;
 
-// Of the device's current stream; Python keeps it.
+// Of a stream; Python keeps it.
 void* workspace(const Plan& plan, const mh::Where& at) {
   thread_local std::map<std::pair<int, uintptr_t>, void*> known;
   void*& found = known[{at.threads_or_device, at.stream}];
@@ -295,7 +298,8 @@ void* workspace(const Plan& plan, const mh::Where& at) {
   return found;
 }
 
-Tensor multiply_codes(const Plan& plan, const Product& how, const Payload& a, const Payload& b, ScalarType dtype, const Tensor& total) {
+Tensor multiply_codes(const Plan& plan, const Product& how, const Payload& a, const Payload& b, ScalarType dtype,
+                      const Tensor& total) {
   const int64_t rows_a = a.rows(), rows_b = b.rows(), k = a.contraction();
   const auto options = a.memory[0].options();
   if (!rows_a || !rows_b || !k)
@@ -314,9 +318,10 @@ Tensor multiply_codes(const Plan& plan, const Product& how, const Payload& a, co
   const bool to_bf16 = !total.defined() && dtype == ScalarType::BFloat16;
   Tensor out = add ? total : at::empty({padded_a, padded_b}, options.dtype(to_bf16 ? ScalarType::BFloat16 : ScalarType::Float));
   const auto at = where(out.device());
+  void* scratch = out.is_cuda() ? workspace(plan, at) : nullptr;
   plan.matmul->run({codes_a, codes_b, out.data_ptr(), padded_a, padded_b, k + pad_k, how.types[0], how.types[1],
                     to_bf16 ? plan.bf16 : plan.fp32, how.modes[0], how.modes[1], scale_a, scale_b, how.fast, add, nullptr,
-                    nullptr, workspace(plan, at), kWorkspace, at.stream, at.threads_or_device});
+                    nullptr, scratch, kWorkspace, at.stream, at.threads_or_device});
   if (add) return total;
   if (pad_a || pad_b) out = out.narrow(0, 0, rows_a).narrow(1, 0, rows_b);
   return finish(out, dtype, total);
@@ -386,8 +391,7 @@ struct LinearNode : Node {
   Payload x_col, w_col;          // else what it reads of them
   bool released = false;
 
-  LinearNode(std::shared_ptr<const Plan> plan, py::handle call)
-      : plan(std::move(plan)), call(hold(call)) {}
+  LinearNode(std::shared_ptr<const Plan> plan, py::handle call) : plan(std::move(plan)), call(hold(call)) {}
 
   std::string name() const override { return "LeanLinearBackward"; }
 
@@ -426,7 +430,7 @@ Pair LinearNode::cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& 
     return imported(*plan, kGradOutput, both, dy.scalar_type());
   }
   if (needs[2] && plan->sums && dy.is_cuda())
-    sums = at::empty({(dy2d.size(0) + mh::kPanelRows - 1) / mh::kPanelRows, dy2d.size(1)}, dy.options().dtype(ScalarType::Float));
+    sums = at::empty({num_panels(dy2d.size(0)), dy2d.size(1)}, dy.options().dtype(ScalarType::Float));
   return cast(*plan, kGradOutput, dy2d, needs[0], needs[1], states, sums.defined() ? sums.data_ptr<float>() : nullptr);
 }
 
@@ -449,12 +453,12 @@ variable_list LinearNode::backward(const Tensor& dy) {
   Tensor dx, dw, db, sums;
   const auto [dy_row, dy_col] = cast_grad_output(dy, dy2d, sums);
   if (needs[0]) {
-    if (!plan->keeps_weight) w_col = cast(*plan, kWeight, w_kept.unpack(), false, true, states, nullptr)[1];
+    if (!plan->keeps_weight) w_col = cast(*plan, kWeight, w_kept.unpack(), false, true, states)[1];
     dx = run(kDgrad, dy_row, w_col, dtype).view(shape);
     if (!plan->keeps_weight) w_col = {};
   }
   if (needs[1]) {
-    if (!plan->keeps_input) x_col = cast(*plan, kInput, as_matrix(x_kept.unpack()), false, true, states, nullptr)[1];
+    if (!plan->keeps_input) x_col = cast(*plan, kInput, as_matrix(x_kept.unpack()), false, true, states)[1];
     Tensor total;
     if (told) {
       py::gil_scoped_acquire gil;
@@ -500,7 +504,8 @@ bool runs(const Tensor& x, const Tensor& w, PyObject* b_object) {
 }
 
 // y = x @ w.T + b, or None: Python's linear is the one for this call. x (..., K), w (N, K).
-py::object linear(const std::shared_ptr<Plan>& plan, py::handle x_object, py::handle w_object, py::handle b_object, py::handle call) {
+py::object linear(const std::shared_ptr<Plan>& plan, py::handle x_object, py::handle w_object, py::handle b_object,
+                  py::handle call) {
   const Tensor x = unwrap(x_object), w = unwrap(w_object);
   if (!runs(x, w, b_object.ptr())) return py::none();
   const Tensor b = unwrap(b_object);
@@ -518,8 +523,8 @@ py::object linear(const std::shared_ptr<Plan>& plan, py::handle x_object, py::ha
   {
     py::gil_scoped_release no_gil;
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [x_row, x_col] = cast(*plan, kInput, as_matrix(x), true, x_column, node->states, nullptr);
-    if (!cached) w_both = cast(*plan, kWeight, w, true, w_column, node->states, nullptr);
+    auto [x_row, x_col] = cast(*plan, kInput, as_matrix(x), true, x_column, node->states);
+    if (!cached) w_both = cast(*plan, kWeight, w, true, w_column, node->states);
     y = node->run(kFprop, x_row, w_both[0], x.scalar_type());
     if (b.defined()) y = at::add(y, b).to(y.scalar_type());
     if (x.dim() != 2) {
@@ -549,7 +554,27 @@ PyObject* get_needs(PyObject* self, void*) {
   return py::make_tuple(needs[0], needs[1], needs[2]).release().ptr();
 }
 
-PyObject* get_call(PyObject* self, void*) { return py::reinterpret_borrow<py::object>(held(node_of(self).call)).release().ptr(); }
+// What is kept for backward: originals, and memory of payloads.
+PyObject* get_saved(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  const LinearNode& node = node_of(self);
+  py::list found;
+  const auto add = [&](const Tensor& t) {
+    if (t.defined()) found.append(wrap(t));
+  };
+  if (!node.released) {
+    if (node.needs[1] && !node.plan->keeps_input) add(node.x_kept.unpack());
+    if (node.needs[0] && !node.plan->keeps_weight) add(node.w_kept.unpack());
+  }
+  for (const auto& p : {node.x_col, node.w_col})
+    for (const Tensor& t : p.memory) add(t);
+  return found.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* get_call(PyObject* self, void*) {
+  return py::reinterpret_borrow<py::object>(held(node_of(self).call)).release().ptr();
+}
 
 // The type of `grad_fn` of what the node made: as autograd's own, with what lean.py asks of it.
 py::object node_type() {
@@ -565,6 +590,7 @@ py::object node_type() {
   static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES,
                                      {"needs_input_grad", get_needs, nullptr, nullptr, nullptr},
                                      {"call", get_call, nullptr, nullptr, nullptr},
+                                     {"saved_tensors", get_saved, nullptr, nullptr, nullptr},
                                      {nullptr, nullptr, nullptr, nullptr, nullptr}};
   static PyTypeObject type;
   _initFunctionPyTypeObject(type, "LeanLinearBackward", properties, methods);

@@ -18,9 +18,11 @@ from megatron_hybrid.gemm import scaled_mm
 from megatron_hybrid.tensor import HybridTensor
 
 pytestmark = pytest.mark.skipif(node.library() is None, reason="this build has no _C_node")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")])]  # fmt: skip
+ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 FORMATS = [name for name in EVERY if name != STOCHASTIC]
 MIXED = dict(fprop="mxfp8_e4m3", dgrad="fp8_current_e5m2", wgrad={"grad_output": "high_precision", "input": "nvfp4"})
+HALVES = dict(fprop={"input": "high_precision", "weight": "fp8_block_e4m3"}, dgrad={"grad_output": "mxfp8_e4m3"})
 NODE = "LeanLinearBackward"
 
 
@@ -87,10 +89,10 @@ def test_every_format(fmt, device):
     assert all(torch.equal(a, b) for a, b in zip(pair[0].hq.buffers(), pair[1].hq.buffers(), strict=True))
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", [*FORMATS, "halves"])
 def test_products_that_python_runs(fmt, device):
     """A backend that the node does not know gets the payloads that it would get of Python."""
-    pair = layers(recipe(fmt, fmt, fmt), device)
+    pair = layers(recipe(**HALVES) if fmt == "halves" else recipe(fmt, fmt, fmt), device)
     for layer in pair:
         layer.hq.backend = "reference"
         layer.hq.replan(layer.hq.recipe)
@@ -109,14 +111,18 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 def test_shapes_and_gradients(case, dtype, device):
-    for rcp in (recipe(**MIXED), recipe("fp8_block_e4m3", "fp8_delayed_e4m3", "fp8_rowwise_e4m3"), recipe()):
+    blocks = recipe("fp8_block_e4m3", "fp8_delayed_e4m3", "fp8_rowwise_e4m3")
+    for rcp in (recipe(**MIXED), recipe(**HALVES), blocks, recipe()):
         for bias in (True, False):
             if not bias and case.get("frozen") == ["x", "weight"]:
                 continue
             assert_same(*layers(rcp, device, bias=bias, dtype=dtype), **case)
 
 
-BLOCKS = dict(fprop={"input": "fp8_block_e4m3", "weight": "fp8_block_e4m3:2d"}, dgrad={"grad_output": "fp8_block_e5m2", "weight": "fp8_block_e4m3:2d"}, wgrad="fp8_block_e4m3")  # fmt: skip
+BLOCK, TILE = "fp8_block_e4m3", "fp8_block_e4m3:2d"
+BLOCKS = dict(
+    fprop={"input": BLOCK, "weight": TILE}, dgrad={"grad_output": "fp8_block_e5m2", "weight": TILE}, wgrad=BLOCK
+)
 
 
 @pytest.mark.parametrize("features", [(48, 32), (1024, 1024), (200, 136), (20, 12)])
@@ -275,9 +281,27 @@ def test_recomputed_activations(device):
         for layer in pair:
             x = randn(4, 48).to(device).requires_grad_()
             layer.zero_grad()
-            torch.utils.checkpoint.checkpoint(lambda x: layer(x).relu(), x, use_reentrant=reentrant).sum().backward()  # noqa: B023
+            module = torch.nn.Sequential(layer, torch.nn.ReLU())
+            torch.utils.checkpoint.checkpoint(module, x, use_reentrant=reentrant).sum().backward()
             found.append([x.grad, layer.weight.grad, *layer.hq.buffers()])
         assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [(), ("x",), ("weight",)])
+@pytest.mark.parametrize("fmt", ["high_precision", "fp8_rowwise_e4m3", "mxfp8_e4m3", "nvfp4"])
+def test_kept_bytes_are_payloads_of_the_directions_that_backward_reads(fmt, frozen, device):
+    pair = layers(recipe(fmt, fmt, fmt), device, features=(256, 128))
+    kept = []
+    for layer in (pair[0], without_node(pair[1])):
+        x = randn(64, 256).to(device).requires_grad_("x" not in frozen)
+        layer.weight.requires_grad_("weight" not in frozen)
+        y = layer(x)
+        kept.append([t.numel() * t.element_size() for t in y.grad_fn.saved_tensors if t is not None])
+        y.backward(torch.ones_like(y))
+    if fmt == "high_precision":
+        assert kept[0] == kept[1]
+    else:
+        assert len(kept[0]) == 2 - len(frozen) and sum(kept[1]) <= sum(kept[0]) <= sum(kept[1]) + 256 * len(kept[0])
 
 
 def test_nothing_is_kept_longer_than_the_graph():
@@ -287,6 +311,7 @@ def test_nothing_is_kept_longer_than_the_graph():
     assert y.grad_fn.needs_input_grad == (True, True, True)
     gone = weakref.ref(x)
     y.sum().backward()
+    assert not y.grad_fn.saved_tensors
     del x, y
     gc.collect()
     assert gone() is None and call() is layer.plan.lean.node
@@ -371,9 +396,6 @@ class Library:
 
     def codes(self):
         return self.TYPES, self.MODES
-
-    def workspace(self, device, stream):
-        return torch.empty(1)
 
     def multiply(self, a, b, out, *, dtypes, kinds, scales, fast, add=False):
         types = [self.TYPES[dtype] for dtype in (*dtypes, out.dtype)]
