@@ -125,7 +125,7 @@ class LeanCasts:
         self.keeps_input, self.keeps_weight = (plan.saved[op] == COLUMNWISE for op in ("input", "weight"))
         self.sums = sums_in_cast(plan)
         self.stateful = any(f.is_stateful for q in plan.quantizers.values() for f in q.formats())
-        self.node = None if node.library() is None else self._node(plan)
+        self.node = self._node(plan) if node.serves(plan.device.type) else None
 
     def _node(self, plan) -> node.NodePlan:
         casts = self.input, self.weight, self.grad_output

@@ -35,6 +35,15 @@ def library():
         return None
 
 
+@functools.lru_cache(maxsize=None)
+def serves(device_type: str) -> bool:
+    """Whether linears on such devices can run by the node: it is there, and so are the kernels that it launches."""
+    try:
+        return library() is not None and kernels.extension(device_type) is not None
+    except RuntimeError:
+        return False
+
+
 class NodePlan:
     """A plan as the node reads it. Calling it with (x, weight, bias, call) gives y, or None for a call that is lean.py's."""
 

@@ -265,6 +265,14 @@ def test_weights_and_inputs_without_gradients():
     assert layer(randn(4, 48)).grad_fn is None
 
 
+def test_devices_without_kernels_have_no_node():
+    layer = mh.HybridLinear(48, 32, recipe=recipe(), name="fc", dtype=torch.bfloat16, device="meta")
+    y = layer(torch.empty(4, 48, dtype=torch.bfloat16, device="meta", requires_grad=True))
+    assert not by_node(y) and layer.plan.lean.node is None
+    y.sum().backward()
+    assert layer.weight.grad.shape == (32, 48)
+
+
 def test_the_profiler_sees_names(device):
     layer, x = one(device=device), randn(4, 48).to(device).requires_grad_()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
