@@ -23,6 +23,7 @@ TINY = {
     "disable-bias-linear": True, "untie-embeddings-and-output-weights": True, "make-vocab-size-divisible-by": 128,
     "attention-dropout": 0.0, "hidden-dropout": 0.0, "bf16": True, "micro-batch-size": 4, "global-batch-size": 4,
     "lr": 1e-3, "clip-grad": 1.0, "eval-interval": 4, "eval-iters": 2, "log-interval": 1, "num-workers": 0,
+    "lr-warmup-iters": 1,
 }  # fmt: skip
 
 
@@ -87,10 +88,15 @@ def test_runs_are_trained_once_and_cut_off_at_the_deadline(tmp_path):
     cut = run("--iterations", 9, "--runs", "bf16:1", "--deadline", 3)  # another setting, and not enough time
     assert cut.returncode == 1 and "exit code 124" in cut.stderr, cut.stderr
     assert json.loads((tmp_path / "results" / "bf16_1.json").read_text())["setting"]["iterations"] == 8
+    (tmp_path / "late.yaml").write_text(LATE.read_text().replace("1300", "190"))
     late = run("--iterations", 8, "--runs", "nvfp4_late_bf16_fprop:1")
     assert late.returncode == 1 and "rules[1] never takes effect: its steps are 9000:" in late.stderr
-    fast = run("--iterations", 8, "--runs", "mxfp8:1", "mxfp8:2", "--speed")
-    assert fast.returncode == 0 and "1 runs to do" in fast.stdout, fast.stdout + fast.stderr
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump({**TINY, "lr-warmup-iters": 100}))
+    fast = run("--iterations", 200, "--runs", "mxfp8:1", "mxfp8:2", tmp_path / "late.yaml:1", "--speed")
+    assert not fast.stderr and "1 runs to do" in fast.stdout, fast.stdout + fast.stderr  # no losses of this setting: no table
+    assert json.loads((tmp_path / "results" / "speed" / "mxfp8.json").read_text())["tokens_per_second"] > 0
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(TINY))
+    assert run("--iterations", 8, "--runs", "mxfp8:1", "--speed").returncode == 0
     table = run("--table")
     assert table.returncode == 0 and " (CPU)" in table.stdout and "mxfp8" in table.stdout
     assert (tmp_path / "results" / "losses.png").stat().st_size > 5000
