@@ -129,6 +129,7 @@ class NormFunction(torch.autograd.Function):
                 dy, x, gamma, residual, mean, rstd, dx, sums[0], sums[-1],
                 dy.stride(0), x.stride(0), residual.stride(0), M, N,
                 CENTERED=ctx.centered, MEAN=has_mean, RESIDUAL=dr is not None, PART=part, **tile,
+                enable_fp_fusion=False,  # a product and the residual's sum in one rounding would be neither's bits
             )  # fmt: skip
         sums = sums.sum(dim=1)
         dbeta = sums[1].to(ctx.beta_dtype) if has_mean else None
