@@ -103,7 +103,6 @@ def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver |
     )  # fmt: skip
     for chunk in chunks:
         pool_weight_amaxes(chunk, weights_at_once)
-    graphs.prepare(chunks, controller)
     driver = Driver(
         controller,
         amax_group if amax_group.size() > 1 else None,
@@ -185,6 +184,7 @@ def attach_in_run(chunks: list) -> list:
             state.note_missing(driver.controller.runtimes, args)
             driver.controller.say = _say_on_rank_0
             if args.cuda_graph_impl == graphs.LOCAL:
+                graphs.prepare(chunks, driver.controller)
                 driver.after_first.append(functools.partial(graphs.say_captured, chunks, _say_on_rank_0))
             _record_statistics(driver.controller, args)
             _profile_step(driver.controller, args)

@@ -148,8 +148,6 @@ def choose_rng_tracker(args) -> None:
 
 def prepare(chunks: list, controller) -> None:
     """Before the first step of chunks that will be captured. Raises `UserError` for experts that run one by one."""
-    if not chunks or chunks[0].config.cuda_graph_impl != LOCAL:
-        return
     for module in (m for chunk in chunks for m in chunk.modules() if isinstance(m, HybridGroupedParallelLinear)):
         how = module.hq.how(module.weight) if module.weight is not None else module.hq.how_each(module.weights())
         if isinstance(how, str):
