@@ -6,13 +6,11 @@ Run as a script (with TRITON_INTERPRET=1) they run on the CPU and print check ->
 from __future__ import annotations
 
 import itertools
-import json
-import sys
-import traceback
 from unittest import mock
 
+import interpreted
 import torch
-from ops_triton_cases import U32, loops_take_scalars
+from ops_triton_cases import U32
 
 from megatron_hybrid.formats import parse_format
 from megatron_hybrid.observe import statistics
@@ -214,20 +212,7 @@ def check_empty_tensors(device):
             assert torch.equal(got.exponents, expected.exponents)
 
 
-CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
-
-
-def main() -> None:
-    errors = {}
-    loops_take_scalars()
-    for name, check in CHECKS.items():
-        try:
-            check("cpu")
-            errors[name] = None
-        except Exception:
-            errors[name] = traceback.format_exc()
-    json.dump(errors, sys.stdout)
-
+CHECKS = interpreted.checks(dict(globals()))
 
 if __name__ == "__main__":
-    main()
+    interpreted.main(CHECKS)

@@ -32,6 +32,20 @@ def saved_tensors():
         yield kept
 
 
+def over_steps(layers, steps: int, compare) -> None:
+    """Take layers through steps of two microbatches side by side. compare(seed): runs and compares them, each time."""
+    ctls = [mh.prepare(layer) for layer in layers]
+    for step in range(1, steps + 1):
+        for ctl in ctls:
+            ctl.begin_step(step, num_microbatches=2)
+        for microbatch in range(2):
+            for ctl in ctls:
+                ctl.microbatch(microbatch)
+            compare(10 * step + microbatch)
+        for ctl in ctls:
+            ctl.end_step()
+
+
 def training_losses(net, ctl, optimizer, first: int, last: int) -> list[float]:
     """Steps first to last of two microbatches, a network of 64 to 64 features taught to be the identity."""
     losses = []

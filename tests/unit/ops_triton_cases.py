@@ -8,15 +8,12 @@ instead of rounding, a whole ulp.
 from __future__ import annotations
 
 import itertools
-import json
 import os
-import sys
-import traceback
 from collections import Counter
 from types import SimpleNamespace
 
+import interpreted
 import torch
-from triton.runtime import interpreter
 
 from megatron_hybrid import grouped_columns, parse_format, permutation
 from megatron_hybrid.gemm import DeviceKind, GemmPair
@@ -448,31 +445,7 @@ def check_results_repeat(device):
         assert torch.equal(a, b)
 
 
-CHECKS = {name.removeprefix("check_"): f for name, f in list(globals().items()) if name.startswith("check_")}
-
-
-def loops_take_scalars() -> None:
-    """The interpreter holds scalars as arrays of one element, which NumPy no longer takes for an index."""
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
-
-
-def main() -> None:
-    errors = {}
-    loops_take_scalars()
-    for name, check in CHECKS.items():
-        try:
-            check("cpu")
-            errors[name] = None
-        except Exception:
-            errors[name] = traceback.format_exc()
-    json.dump(errors, sys.stdout)
-
+CHECKS = interpreted.checks(dict(globals()))
 
 if __name__ == "__main__":
-    main()
+    interpreted.main(CHECKS)

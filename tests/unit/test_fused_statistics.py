@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
 import sys
 from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 
@@ -19,7 +16,7 @@ from megatron_hybrid.scaling import Rng
 from megatron_hybrid.storage import cast
 
 CASES = Path(__file__).with_name("fused_statistics_cases.py")
-CHECKS = re.findall(r"^def check_(\w+)\(", CASES.read_text(), re.M)
+CHECKS = interpreted.names(CASES)
 
 if sys.platform != "linux":
     pytest.skip("the lock has Triton for Linux only", allow_module_level=True)
@@ -27,11 +24,7 @@ if sys.platform != "linux":
 
 @pytest.fixture(scope="module")
 def errors() -> dict:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-W", "ignore", CASES]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return interpreted.errors_of(CASES, seconds=400)
 
 
 @pytest.mark.parametrize("check", CHECKS)

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from linear_cases import STATELESS, randn, recipe, saved_tensors
+from linear_cases import STATELESS, over_steps, randn, recipe, saved_tensors
 
 import megatron_hybrid as mh
 from megatron_hybrid import lean, linear
@@ -91,16 +91,7 @@ def test_gradients_go_where_the_weight_says(source):
 def test_delayed_scales_and_cached_weights_over_steps(monkeypatch):
     fmt = "fp8_delayed_e4m3:history=3"
     short, long = layers(recipe(fmt, fmt, fmt))
-    ctls = [mh.prepare(layer) for layer in (short, long)]
-    for step in range(1, 5):
-        for ctl in ctls:
-            ctl.begin_step(step, num_microbatches=2)
-        for microbatch in range(2):
-            for ctl in ctls:
-                ctl.microbatch(microbatch)
-            assert_same(monkeypatch, short, long, seed=10 * step + microbatch)
-        for ctl in ctls:
-            ctl.end_step()
+    over_steps((short, long), 4, lambda seed: assert_same(monkeypatch, short, long, seed=seed))
     buffers = [dict(layer.hq.named_buffers()) for layer in (short, long)]
     assert len(buffers[0]) == 12 and all(torch.equal(t, buffers[1][name]) for name, t in buffers[0].items())
 

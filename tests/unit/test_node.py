@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 import torch
-from linear_cases import EVERY, STOCHASTIC, randn, recipe
+from linear_cases import EVERY, STOCHASTIC, over_steps, randn, recipe
 
 import megatron_hybrid as mh
 from megatron_hybrid import lean, node
@@ -137,16 +137,7 @@ def test_sizes_that_native_gemms_pad(fmt, features, tokens, device):
 def test_delayed_scales_and_cached_weights_over_steps(device):
     fmt = "fp8_delayed_e4m3:history=3"
     pair = layers(recipe(fmt, fmt, fmt), device)
-    ctls = [mh.prepare(layer) for layer in pair]
-    for step in range(1, 4):
-        for ctl in ctls:
-            ctl.begin_step(step, num_microbatches=2)
-        for microbatch in range(2):
-            for ctl in ctls:
-                ctl.microbatch(microbatch)
-            assert_same(*pair, seed=10 * step + microbatch)
-        for ctl in ctls:
-            ctl.end_step()
+    over_steps(pair, 3, lambda seed: assert_same(*pair, seed=seed))
     buffers = [dict(layer.hq.named_buffers()) for layer in pair]
     assert len(buffers[0]) == 12 and all(torch.equal(t, buffers[1][name]) for name, t in buffers[0].items())
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
+import interpreted
 import pytest
 import torch
 
@@ -16,7 +16,7 @@ from megatron_hybrid import ops_triton
 
 CASES = Path(__file__).with_name("ops_triton_cases.py")
 COMPILE = CASES.with_name("ops_triton_compile.py")
-CHECKS = re.findall(r"^def check_(\w+)\(", CASES.read_text(), re.M)
+CHECKS = interpreted.names(CASES)
 
 if sys.platform != "linux":
     pytest.skip("the lock has Triton for Linux only", allow_module_level=True)
@@ -24,10 +24,7 @@ if sys.platform != "linux":
 
 @pytest.fixture(scope="module")
 def errors() -> dict:
-    env = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run([sys.executable, CASES], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return interpreted.errors_of(CASES, seconds=300)
 
 
 @pytest.mark.parametrize("check", CHECKS)
