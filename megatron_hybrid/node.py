@@ -56,7 +56,8 @@ class NodePlan:
             sides=[[_side(side) for side in (cast.row, cast.col)] for cast in casts],
             products=[_product(step) for step in steps], keeps_input=keeps[0], keeps_weight=keeps[1], sums=sums,
             bf16=types[torch.bfloat16], fp32=types[torch.float32], casts=kernels.extension(device_type).CASTS,
-            matmul=cublaslt.library().MATMUL if direct else None, python=sys.modules[__name__],
+            matmul=cublaslt.library().MATMUL if direct else None, workspace_bytes=cublaslt.WORKSPACE,
+            python=sys.modules[__name__],
         )  # fmt: skip
 
     def __reduce__(self):

@@ -101,6 +101,7 @@ struct Plan {
   int bf16, fp32;  // cuBLASLt's numbers
   const mh::Casts* casts;
   const mh::Matmul* matmul;
+  int64_t workspace_bytes;
   Held python;  // megatron_hybrid.node
 };
 
@@ -285,7 +286,6 @@ const void* laid_out(Kind kind, const Payload& p, int64_t pad, Tensor& kept) {
 }
 
 constexpr int64_t kAlign = 16;
-constexpr int64_t kWorkspace = 32 << 20;
 
 // Of a stream; Python keeps it.
 void* workspace(const Plan& plan, const mh::Where& at) {
@@ -321,7 +321,7 @@ Tensor multiply_codes(const Plan& plan, const Product& how, const Payload& a, co
   void* scratch = out.is_cuda() ? workspace(plan, at) : nullptr;
   plan.matmul->run({codes_a, codes_b, out.data_ptr(), padded_a, padded_b, k + pad_k, how.types[0], how.types[1],
                     to_bf16 ? plan.bf16 : plan.fp32, how.modes[0], how.modes[1], scale_a, scale_b, how.fast, add, nullptr,
-                    nullptr, scratch, kWorkspace, at.stream, at.threads_or_device});
+                    nullptr, scratch, plan.workspace_bytes, at.stream, at.threads_or_device});
   if (add) return total;
   if (pad_a || pad_b) out = out.narrow(0, 0, rows_a).narrow(1, 0, rows_b);
   return finish(out, dtype, total);
@@ -614,10 +614,10 @@ Product make_product(const std::string& route, const std::string& backend, const
 
 std::shared_ptr<Plan> make_plan(const std::array<std::array<Side, 2>, 3>& sides, const std::array<Product, 3>& products,
                                 bool keeps_input, bool keeps_weight, bool sums, int bf16, int fp32, const py::capsule& casts,
-                                const py::object& matmul, py::handle python) {
+                                const py::object& matmul, int64_t workspace_bytes, py::handle python) {
   const auto* table = matmul.is_none() ? nullptr : matmul.cast<py::capsule>().get_pointer<const mh::Matmul>();
   return std::make_shared<Plan>(Plan{sides, products, keeps_input, keeps_weight, sums, bf16, fp32,
-                                     casts.get_pointer<const mh::Casts>(), table, hold(python)});
+                                     casts.get_pointer<const mh::Casts>(), table, workspace_bytes, hold(python)});
 }
 
 }  // namespace
@@ -636,7 +636,7 @@ PYBIND11_MODULE(_C_node, m) {
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", py::module_local())
       .def(py::init(&make_plan), py::kw_only(), py::arg("sides"), py::arg("products"), py::arg("keeps_input"),
            py::arg("keeps_weight"), py::arg("sums"), py::arg("bf16"), py::arg("fp32"), py::arg("casts"), py::arg("matmul"),
-           py::arg("python"))
+           py::arg("workspace_bytes"), py::arg("python"))
       .def("__call__", &linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("call"));
   m.attr("LinearBackward") = node_type();
 }

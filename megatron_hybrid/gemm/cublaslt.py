@@ -11,7 +11,7 @@ import importlib
 
 import torch
 
-_WORKSPACE = 32 << 20  # bytes: what the library wants on Hopper
+WORKSPACE = 32 << 20  # bytes: what the library wants on Hopper
 _TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _BLOCK_SCALES_SINCE = 120900
 
@@ -38,7 +38,7 @@ def codes() -> tuple[dict, dict]:
 @functools.lru_cache(maxsize=None)
 def workspace(device: int, stream: int) -> torch.Tensor:
     """One for every stream, whose products run one after the other."""
-    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
+    return torch.empty(WORKSPACE, dtype=torch.uint8, device=f"cuda:{device}")
 
 
 _CONSTANTS: dict[int, torch.Tensor] = {}  # device -> 0 and 1 in its memory
@@ -78,7 +78,7 @@ def multiply(
     library().matmul(
         a.data_ptr(), b.data_ptr(), out.data_ptr(), rows_a, rows_b, k, types[dtypes[0]], types[dtypes[1]],
         types[out.dtype], modes[kinds[0]], modes[kinds[1]], *scales, fast, add, factor.data_ptr() if has_factor else 0,
-        _CONSTANTS[device].data_ptr() if has_factor else 0, workspace(device, stream).data_ptr(), _WORKSPACE, stream,
+        _CONSTANTS[device].data_ptr() if has_factor else 0, workspace(device, stream).data_ptr(), WORKSPACE, stream,
         device,
     )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ from linear_cases import EVERY, STOCHASTIC, over_steps, randn, recipe
 
 import megatron_hybrid as mh
 from megatron_hybrid import lean, node
-from megatron_hybrid.gemm import scaled_mm
+from megatron_hybrid.gemm import cublaslt, scaled_mm
 from megatron_hybrid.tensor import HybridTensor
 
 pytestmark = pytest.mark.skipif(node.library() is None, reason="this build has no _C_node")
@@ -381,6 +381,7 @@ class Library:
 
     TYPES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.bfloat16: 2, torch.float32: 3}
     MODES = {"none": -1, "tensor": 0, "row": 1, "1x128": 2, "128x128": 3}
+    WORKSPACE = cublaslt.WORKSPACE
 
     def __init__(self):
         self.seen = []
