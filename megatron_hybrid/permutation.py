@@ -46,6 +46,10 @@ class RowMap:
         return self.starts.shape[0] - 1
 
     @property
+    def num_rows(self) -> int:
+        return self.choice.shape[0]
+
+    @property
     def tokens(self) -> torch.Tensor:
         """int64 (T,): the token of each row, -1 for none."""
         return self.choice.long().div(self.num_experts, rounding_mode="floor")
@@ -89,9 +93,7 @@ def unpermute(rows: torch.Tensor, where: RowMap, probs: torch.Tensor | None = No
 def sort_chunks(x: torch.Tensor, sizes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
     """Chunks of rows of x (T, ...) of these sizes (C,), in another order (C,)."""
     source = chunk_sources(sizes, order, x.shape[0]).to(x.device)
-    back = torch.empty_like(source)
-    back[source.long()] = torch.arange(x.shape[0], dtype=source.dtype, device=x.device)
-    return _Reorder.apply(x, source, back)
+    return _Reorder.apply(x, source, inverse(source))
 
 
 def chunk_sources(sizes: torch.Tensor, order: torch.Tensor, num_rows: int) -> torch.Tensor:
@@ -103,6 +105,12 @@ def chunk_sources(sizes: torch.Tensor, order: torch.Tensor, num_rows: int) -> to
     chunk = torch.searchsorted(new_ends, row, right=True).clamp_(max=sizes.shape[0] - 1)
     shift = (ends - sizes)[order] - (new_ends - moved)
     return (row + shift[chunk]).to(torch.int32)
+
+
+def inverse(order: torch.Tensor) -> torch.Tensor:
+    """(T,): where each row goes when row order[i] comes to place i; order (T,) has every row once."""
+    places = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
+    return torch.empty_like(order).index_copy_(0, order.long(), places)
 
 
 def gather_rows(x: torch.Tensor, choice: torch.Tensor, num: int = 1, weights: torch.Tensor | None = None) -> torch.Tensor:

@@ -181,7 +181,7 @@ def copied_rows(s: QuantizedStorage, copies: RowMap | None) -> QuantizedStorage:
     if copies is None:
         return s
     buffers = {name: copies.expand(t) for name, t in s.buffers().items()}
-    return s.changed(shape=(copies.choice.shape[0], s.shape[1]), **buffers)
+    return s.changed(shape=(copies.num_rows, s.shape[1]), **buffers)
 
 
 def rows_of(s: QuantizedStorage, start: int, rows: int) -> QuantizedStorage:

@@ -19,7 +19,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from ..grouped_at_once import why_not
 from ..linear import LOCAL, LinearCall
-from ..permutation import chunk_sources, gather_rows
+from ..permutation import chunk_sources, gather_rows, inverse
 from ..plan import INPUT, GemmPlan, PlanError
 from ..storage import QuantizedStorage
 from ..tensor import HybridTensor, payload
@@ -206,6 +206,4 @@ class _Sort(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dy):
         (order,) = ctx.saved_tensors
-        back = torch.empty_like(order)
-        back[order] = torch.arange(order.shape[0], dtype=order.dtype, device=order.device)
-        return gather_rows(dy, back), None
+        return gather_rows(dy, inverse(order)), None

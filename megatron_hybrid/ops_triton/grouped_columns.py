@@ -179,7 +179,7 @@ class Amaxes(NamedTuple):
 
 def group_amax(x: torch.Tensor, where: BlockMap, *, rows: bool = False, copies: RowMap | None = None) -> Amaxes:
     """Of x (T, K), in one read. copies: x is (N, K), and the T rows are copies of its rows."""
-    num, (T, K) = where.ends.shape[0], (x.shape if copies is None else (copies.choice.shape[0], x.shape[1]))
+    num, (T, K) = where.ends.shape[0], (x.shape if copies is None else (copies.num_rows, x.shape[1]))
     both = torch.zeros(num * K + (T if rows else 0), dtype=torch.int32, device=x.device)
     columns, of_rows = both[: num * K].view(num, K), both[num * K :]
     with on_device(x):
