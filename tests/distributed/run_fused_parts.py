@@ -5,6 +5,10 @@ On CPUs with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from checks import arguments, run_checks, start
@@ -15,9 +19,13 @@ from megatron.core.transformer.mlp import MLP
 
 from megatron_hybrid import Recipe
 from megatron_hybrid.mcore import parts
+from megatron_hybrid.mcore.experts import HybridGroupedMLP
 from megatron_hybrid.mcore.norm import HybridNorm
 from megatron_hybrid.mcore.spec import HybridLayerSpec
 from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from triton_interpreter import let_loops_take_scalars  # noqa: E402
 
 FUSED = dict(bias_activation_fusion=True)
 FP32 = dict(bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32)
@@ -93,10 +101,11 @@ def check_choice():
     """Decided at build: by the device unless told, and by what each configuration needs."""
     parallel(tp=2)
     plain = parts.choose(config(**FUSED))
-    assert plain == parts.LayerParts() == parts.LayerParts(HybridNorm, HybridNorm, SelfAttention, MLP, None)
+    assert plain == parts.LayerParts() == parts.LayerParts(HybridNorm, HybridNorm, SelfAttention, MLP, HybridGroupedMLP)
     fused = parts.choose(config(**FUSED), fused=True)
-    names = [cls.__name__ for cls in (fused.norm, fused.residual_norm, fused.self_attention, fused.mlp)]
-    assert names == ["FusedNorm", "FusedResidualNorm", "FusedSelfAttention", "FusedMLP"]
+    classes = (fused.norm, fused.residual_norm, fused.self_attention, fused.mlp, fused.grouped_mlp)
+    names = [cls.__name__ for cls in classes]
+    assert names == ["FusedNorm", "FusedResidualNorm", "FusedSelfAttention", "FusedMLP", "FusedGroupedMLP"]
     assert parts.choose(config(bias_activation_fusion=False), fused=True).mlp is MLP
     assert parts.choose(config(activation_func=torch.nn.functional.gelu), fused=True).mlp is MLP
     assert parts.choose(config(rotary_interleaved=True), fused=True).self_attention is SelfAttention
@@ -129,6 +138,8 @@ def check_loss_over_ranks():
 
 def main() -> None:
     start()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        let_loops_take_scalars()
     run_checks(globals(), leave_out={"check_close"})
     dist.destroy_process_group()
 

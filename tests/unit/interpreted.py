@@ -13,6 +13,9 @@ import sys
 import traceback
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from triton_interpreter import let_loops_take_scalars  # noqa: E402
+
 
 def names(script: Path) -> list[str]:
     """The checks that a script defines, without importing it."""
@@ -35,7 +38,7 @@ def errors_of(script: Path, seconds: int) -> dict:
 def main(found: dict) -> None:
     """Run the checks on the CPU and print what `errors_of` reads."""
     errors = {}
-    _let_loops_take_scalars()
+    let_loops_take_scalars()
     for name, check in found.items():
         try:
             check("cpu")
@@ -43,16 +46,3 @@ def main(found: dict) -> None:
         except Exception:
             errors[name] = traceback.format_exc()
     json.dump(errors, sys.stdout)
-
-
-def _let_loops_take_scalars() -> None:
-    """The interpreter holds scalars as arrays of one element, which NumPy no longer takes for an index."""
-    from triton.runtime import interpreter
-
-    patch = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = patched
