@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_hybrid.observe.profile import CASTS, GEMMS, kind
+from megatron_hybrid.observe.profile import CASTS, COLLECTIVES, GEMMS, OTHER, kind
 
 _SPIN = 20_000_000  # clock cycles, about 11 ms: the host runs ahead of the device behind it
 
@@ -70,10 +70,10 @@ def is_cast(kernel: str) -> bool:
 
 
 def kernel_shares(kernels: list[tuple[str, float]]) -> dict[str, float]:
-    """us of GEMMs, of this package's own kernels, and of everything else."""
+    """us of GEMMs, of this package's own kernels, of collectives, and of everything else."""
     total = Counter()
     for name, us in kernels:
-        total[GEMMS if is_gemm(name) else CASTS if is_cast(name) else "other"] += us
+        total[found if (found := kind(name)) in (GEMMS, CASTS, COLLECTIVES) else OTHER] += us
     return dict(total)
 
 

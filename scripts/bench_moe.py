@@ -1,9 +1,15 @@
 """A whole mixture-of-experts layer, forward and backward, against bf16 on the same stack.
 
     python scripts/bench_moe.py [--model configs/models/qwen3_30b_a3b.yaml ...] [--tokens 1024 4096 16384] [--json OUT]
+    torchrun --nproc-per-node 2 scripts/bench_moe.py --expert-parallel 2 [--dispatch high_precision quantized] ...
 
 Megatron's router, permutation and unpermutation over our experts, on one rank: with --experts N the rank holds N of the
 model's experts and its tokens go to those alone, as many to each as in a run where the experts are spread over ranks.
+With --expert-parallel they are spread: every rank has tokens of its own and its share of the model's experts (or N), and
+tokens travel by Megatron's all-to-all, in bf16 or (--dispatch quantized) as codes and scales. A rank waits there for the
+sizes of its groups, and the device for the host behind it. Times are the slowest rank's. All-to-alls are counted in steps
+of their own: bytes that leave a rank, us until the others' are there, the wait for them included.
+
 Weights quantized before (their cache is kept), and cast in every step with --cast-weights. All recipes take turns in
 every round. Permutation and SwiGLU are our kernels; --plain leaves Megatron's. --profile prints the share of casts and
 GEMMs and the kernels of a step, longest first. Without a GPU it runs on the CPU, for trying the script: give small sizes.
@@ -16,9 +22,11 @@ import logging
 import time
 
 import torch
+import torch.distributed as dist
 import yaml
-from bench_common import write_result
-from bench_grouped import DEVICE, ON_GPU, Subject, profile, timed
+from bench_common import median, write_result
+from bench_grouped import DEVICE, ON_GPU, Subject, profile, run_ahead, timed
+from bench_ranks import AllToAlls, of_ranks, slowest, start_ranks
 
 from megatron_hybrid.explain import Table
 from megatron_hybrid.patches import cpu_device
@@ -35,7 +43,7 @@ with quiet_missing_te_warnings():
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     from megatron_hybrid import Recipe
-    from megatron_hybrid.mcore import driver
+    from megatron_hybrid.mcore import dispatch, driver
     from megatron_hybrid.mcore.parts import choose
     from megatron_hybrid.mcore.recipe_hook import carry
     from megatron_hybrid.mcore.spec import layer_spec
@@ -44,13 +52,18 @@ MODELS = ["configs/models/qwen3_30b_a3b.yaml", "configs/models/deepseek_v3.yaml"
 RECIPES = ["bf16", "fp8_rowwise", "fp8_block", "nvfp4_rowscaled_fprop_mxfp8_bwd"]
 GOAL, GOAL_TOKENS = 1.15, 16384  # FP8 recipes, weights quantized before; never slower from 1024 tokens up
 DATA_SETS = 2
+HIGH_PRECISION = "high_precision"
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=MODELS, help="files of Megatron's flags (default: %(default)s)")
     parser.add_argument("--tokens", nargs="+", type=int, default=[1024, 4096, 16384])
-    parser.add_argument("--experts", type=int, help="of the model's experts on this rank (default: all, at most 32)")
+    parser.add_argument("--experts", type=int, help="of the model's experts on a rank (default: all of its share, at most "
+                        "32 where there is one rank)")  # fmt: skip
+    parser.add_argument("--expert-parallel", type=int, default=1, metavar="RANKS", help="all that torchrun starts")
+    parser.add_argument("--dispatch", nargs="+", choices=[HIGH_PRECISION, dispatch.QUANTIZED], default=[HIGH_PRECISION],
+                        help="how tokens travel; the reference's always in high precision (default: %(default)s)")  # fmt: skip
     parser.add_argument("--recipe", nargs="+", default=RECIPES, help="names or paths; the first is the reference")
     parser.add_argument("--cast-weights", action="store_true", help="cast the weights in every step")
     parser.add_argument("--plain", action="store_true", help="permutation and SwiGLU as Megatron has them without us")
@@ -62,15 +75,28 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def experts_of(path: str, has: int, args) -> int:
+    """Of the `has` experts of the model, how many the layer has: as many on every rank."""
+    ranks = args.expert_parallel
+    if args.experts is None:
+        experts = min(has, 32) if ranks == 1 else has
+    else:
+        experts = min(has, args.experts * ranks)
+    if experts % ranks:
+        raise SystemExit(f"{path}: {experts} experts are not as many on each of {ranks} ranks; give --experts, those of a rank")
+    return experts
+
+
 def config(path: str, args) -> TransformerConfig:
-    """One layer of the model, with this rank's share of its experts."""
+    """One layer of the model, with the ranks' share of its experts."""
     with open(path) as file:
         flags = yaml.safe_load(file)
-    experts = min(args.experts or 32, flags["num-experts"])
+    experts = experts_of(path, flags["num-experts"], args)
     groups = flags.get("moe-router-num-groups") if experts == flags["num-experts"] else None
     return TransformerConfig(
         num_layers=1, hidden_size=flags["hidden-size"], ffn_hidden_size=flags["ffn-hidden-size"],
         num_attention_heads=flags["num-attention-heads"], num_moe_experts=experts,
+        expert_model_parallel_size=args.expert_parallel,
         moe_ffn_hidden_size=flags["moe-ffn-hidden-size"], moe_router_topk=min(flags["moe-router-topk"], experts),
         moe_router_num_groups=groups, moe_router_group_topk=flags.get("moe-router-group-topk") if groups else None,
         moe_router_score_function=flags.get("moe-router-score-function", "softmax"),
@@ -82,19 +108,40 @@ def config(path: str, args) -> TransformerConfig:
     )  # fmt: skip
 
 
-def build(cfg: TransformerConfig, recipe: str, *, cast_weights: bool, plain: bool) -> Subject:
+def tokens_quantized(recipe: Recipe) -> Recipe:
+    """The recipe with tokens that travel quantized; the input's columns are then made from its rows."""
+    changed = recipe.to_dict()
+    changed["defaults"]["columnwise_source"]["input"] = "rowwise_dequantized"
+    return Recipe.from_dict(changed | {"dispatch": dispatch.QUANTIZED})
+
+
+def variants(args) -> list[tuple[str, Recipe, str]]:
+    """(name, recipe, dispatch) of all that is measured, the reference first."""
+    found = [(args.recipe[0], Recipe.load(args.recipe[0]), HIGH_PRECISION)]
+    for name in args.recipe[1:]:
+        recipe = Recipe.load(name)
+        for how in args.dispatch:
+            quantized = how == dispatch.QUANTIZED
+            found.append((f"{name}, tokens quantized", tokens_quantized(recipe), how) if quantized else (name, recipe, how))
+    return found
+
+
+def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bool, plain: bool) -> Subject:
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
-    cfg.quant_recipe = carry(Recipe.load(recipe))
+    cfg.quant_recipe = carry(recipe)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     parts = choose(cfg, False if plain else None)
     parts.prepare(cfg)
     layer = layer_spec(cfg, experts=True, parts=parts).submodules.mlp(config=cfg, pg_collection=groups).to(DEVICE)
     layer.set_layer_number(1)
-    for name, module in layer.named_modules():
+    for path, module in layer.named_modules():
         if hasattr(module, "finish_init"):
             module.hq_layer = 1
-            module.finish_init(get_quant_config_or_none(f"decoder.layers.0.mlp.{name}", cfg.quant_recipe))
+            module.finish_init(get_quant_config_or_none(f"decoder.layers.0.mlp.{path}", cfg.quant_recipe))
+    if recipe.dispatch == dispatch.QUANTIZED:
+        dispatch.refuse_unsupported(cfg)
+        dispatch.adopt([layer])
     layer.pg_collection = groups
     attached = driver.attach([layer], seed=1)
     controller = None if attached is None else attached.controller
@@ -112,7 +159,19 @@ def build(cfg: TransformerConfig, recipe: str, *, cast_weights: bool, plain: boo
         return y.detach(), x.grad, layer.experts.linear_fc1.weight.grad
 
     how = layer.experts.linear_fc1.hq.how(layer.experts.linear_fc1.weight)
-    return Subject(recipe, run, str(how))
+    return Subject(name, run, str(how))
+
+
+def all_to_alls(subject: Subject, data, rounds: int) -> dict:
+    """Calls, bytes that leave a rank, and us of a step's all-to-alls: the largest of all ranks, us the median of rounds."""
+    found = []
+    for r in range(rounds):
+        dist.barrier()
+        with AllToAlls(ON_GPU).counted() as count:
+            subject.run(*data[r % len(data)])
+        found.append(slowest([count.calls, count.bytes, count.us]))
+    calls, moved, us = zip(*found)
+    return {"calls": max(calls), "bytes": max(moved), "us": median(us)}
 
 
 def relative(found, expected) -> float:
@@ -120,34 +179,57 @@ def relative(found, expected) -> float:
 
 
 def bench(path: str, tokens: int, args) -> list[dict]:
-    cfg = config(path, args)
-    g = torch.Generator(DEVICE).manual_seed(2)
+    cfg, ranks = config(path, args), args.expert_parallel
+    g = torch.Generator(DEVICE).manual_seed(2 + dist.get_rank())
     shape = (tokens, 1, cfg.hidden_size)
     data = [tuple(torch.randn(shape, generator=g, device=DEVICE).bfloat16() for _ in range(2)) for _ in range(DATA_SETS)]
-    subjects = [build(cfg, recipe, cast_weights=args.cast_weights, plain=args.plain) for recipe in args.recipe]
+    what = variants(args)
+    subjects = [build(cfg, *named, cast_weights=args.cast_weights, plain=args.plain) for *named, _ in what]
     reference = subjects[0].run(*data[0])
-    off = [relative(s.run(*data[0]), reference) for s in subjects]
-    timed(subjects, data, 2)
-    rows = []
-    for subject, error, (device, host) in zip(subjects, off, timed(subjects, data, args.repeat).values()):
-        row = {"model": path, "tokens": tokens, "experts": cfg.num_moe_experts, "what": subject.name, "how": subject.how,
-               "us": sorted(device)[len(device) // 2], "host_us": sorted(host)[len(host) // 2], "off": error}  # fmt: skip
+    off = [of_ranks(relative(s.run(*data[0]), reference)) for s in subjects]
+    ready = run_ahead if ranks == 1 else dist.barrier
+    timed(subjects, data, 2, ready)
+    times, rows = timed(subjects, data, args.repeat, ready).values(), []
+    for subject, (_, recipe, how), errors, (device, host) in zip(subjects, what, off, times):
+        row = {"model": path, "tokens": tokens, "experts": cfg.num_moe_experts // ranks, "what": subject.name,
+               "how": subject.how, "us": median(slowest(device)), "host_us": median(slowest(host)), "off": max(errors)}  # fmt: skip
         row["speedup"] = (rows[0] if rows else row)["us"] / row["us"]
         row["goal"] = None if not subject.name.startswith("fp8") else GOAL if tokens >= GOAL_TOKENS else 1.0
+        if ranks > 1:
+            row |= {"recipe": recipe.name, "dispatch": how, "experts_of_layer": cfg.num_moe_experts, "off_by_rank": errors,
+                    "all_to_all": all_to_alls(subject, data, args.repeat)}  # fmt: skip
         if args.profile and ON_GPU:
             row["profile"] = profile(subject, data)
         rows.append(row)
     return rows
 
 
-def show(rows: list[dict]) -> None:
-    cells = [
-        (r["model"].rpartition("/")[2].removesuffix(".yaml"), str(r["experts"]), str(r["tokens"]), r["what"], f"{r['us']:.0f}",
-         f"{r['speedup']:.2f}x", "" if r["goal"] is None else "met" if r["speedup"] >= r["goal"] else f"missed ({r['goal']}x)",
-         f"{r['host_us']:.0f}", f"{r['off']:.3f}") for r in rows
-    ]  # fmt: skip
-    header = ("model", "experts", "tokens", "recipe", "us", "against bf16", "goal", "host us", "off")
-    print(Table(header, tuple(cells), (f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}",)))
+COLUMNS = {
+    "model": lambda r: r["model"].rpartition("/")[2].removesuffix(".yaml"),
+    "experts": lambda r: str(r["experts"]),
+    "tokens": lambda r: str(r["tokens"]),
+    "recipe": lambda r: r["what"],
+    "us": lambda r: f"{r['us']:.0f}",
+    "against bf16": lambda r: f"{r['speedup']:.2f}x",
+    "goal": lambda r: "" if r["goal"] is None else "met" if r["speedup"] >= r["goal"] else f"missed ({r['goal']}x)",
+    "host us": lambda r: f"{r['host_us']:.0f}",
+    "off": lambda r: f"{r['off']:.3f}",
+}
+OF_RANKS = {  # where there are several
+    "all-to-all MB": lambda r: f"{r['all_to_all']['bytes'] / 1e6:.3f}",
+    "all-to-all us": lambda r: f"{r['all_to_all']['us']:.0f}",
+    "of the step": lambda r: f"{r['all_to_all']['us'] / r['us']:.0%}",
+    "off by rank": lambda r: ", ".join(f"{error:.3f}" for error in r["off_by_rank"]),
+}
+
+
+def show(rows: list[dict], ranks: int) -> None:
+    columns, said = COLUMNS, f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}"
+    if ranks > 1:
+        columns, held = columns | OF_RANKS, rows[0]["experts"]
+        each = ", ".join(f"{rank * held} to {(rank + 1) * held - 1}" for rank in range(ranks))
+        said += f", {ranks} ranks ({dist.get_backend()}), of {rows[0]['experts_of_layer']} experts {held} on each: {each}"
+    print(Table(tuple(columns), tuple(tuple(cell(r) for cell in columns.values()) for r in rows), (said,)))
     for row in rows:
         if "profile" in row:
             total = sum(row["profile"]["kinds"].values())
@@ -157,23 +239,33 @@ def show(rows: list[dict]) -> None:
                 print(f"{us:10.0f}  {name}")
 
 
+def start(args) -> None:
+    """Process and expert-parallel groups of all ranks."""
+    start_ranks()
+    ranks, found = args.expert_parallel, dist.get_world_size()
+    if ranks != found:
+        raise SystemExit(f"--expert-parallel {ranks}: start as many ranks (torchrun --nproc-per-node {ranks}), found {found}")
+    mpu.initialize_model_parallel(expert_model_parallel_size=ranks)
+
+
 def main() -> int:
     args = parse_args()
     logging.disable(logging.WARNING)
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("nccl" if ON_GPU else "gloo", store=store, rank=0, world_size=1)
-    mpu.initialize_model_parallel()
-    rows = []
+    start(args)
+    rows, first = [], dist.get_rank() == 0
     for path in args.model:
         for tokens in args.tokens:
             began = time.perf_counter()
             rows += (part := bench(path, tokens, args))
-            show(part)
-            print(f"in {time.perf_counter() - began:.0f} s", flush=True)
+            if first:
+                show(part, args.expert_parallel)
+                print(f"in {time.perf_counter() - began:.0f} s", flush=True)
             if ON_GPU:
                 torch.cuda.empty_cache()
-    write_result(args.json, rows, commit=args.commit)
-    torch.distributed.destroy_process_group()
+    if first:
+        write_result(args.json, rows, ranks=args.expert_parallel, commit=args.commit)
+    dist.barrier()
+    dist.destroy_process_group()
     return 0
 
 

@@ -18,10 +18,10 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from bench_common import is_cast, is_gemm, median, write_result
+from bench_ranks import start_ranks
 
-from megatron_hybrid import Recipe, patches
+from megatron_hybrid import Recipe
 from megatron_hybrid.explain import Table
-from megatron_hybrid.patches import cpu_device
 
 MEGATRON = "Megatron's own, bf16"
 LAYERS = 80  # of the model that the linears are of
@@ -30,14 +30,7 @@ RECIPES = ["bf16", "fp8_delayed", "fp8_current", "fp8_block", "mxfp8", "nvfp4"]
 
 def start() -> torch.device:
     """Process and tensor-parallel groups of all ranks; this rank's device."""
-    gpu = torch.cuda.is_available()
-    if not gpu:
-        cpu_device.install()
-    patches.apply_all()
-    dist.init_process_group("nccl" if gpu else "gloo")
-    device = torch.device("cuda", dist.get_rank()) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
+    device = start_ranks()
     from megatron.core import mpu, tensor_parallel
 
     mpu.initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
