@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -25,6 +25,7 @@ from .tokenizer import Tokenizer
 
 SPLITS = ("train", "valid", "test")
 META_VERSION = 1
+BATCH = 4 << 20  # characters that are tokenized together
 MIN_DOCUMENTS = 2  # a split; with none Megatron's index building never ends
 
 
@@ -102,7 +103,11 @@ def prepare(
     names = [name for name, share in zip(SPLITS, options.split) if share > 0]
     writers = {name: _SplitWriter(f"{prefix}_{name}", tokenizer, open_builder) for name in names}
     try:
-        skipped = _fill(sources, writers, options, progress)
+        skipped: list[str] = []
+        texts = _texts(sources, options, progress, skipped)
+        for batch in _batches(texts):
+            for text, ids in zip(batch, tokenizer.encode(batch)):
+                writers[split_of(text, options.split)].add(ids)
         _refuse_too_few(writers, options, skipped)
         records = {name: writer.publish() for name, writer in writers.items()}
     finally:
@@ -119,15 +124,14 @@ class _SplitWriter:
 
     def __init__(self, prefix: str, tokenizer: Tokenizer, open_builder: OpenBuilder):
         self.record = SplitRecord(prefix)
-        self._tokenizer = tokenizer
+        self._eod = tokenizer.eod
         self._temporary = f"{prefix}.{os.getpid()}.tmp"
         # Megatron's own rule for the element type (DType.optimal_dtype): readers take it from the index.
         dtype = np.uint16 if tokenizer.vocab_size < 65500 else np.int32
         self._builder = open_builder(self._temporary + ".bin", dtype)
 
-    def add(self, text: str) -> None:
-        ids = self._tokenizer.encode(text)
-        tokens = np.append(ids, ids.dtype.type(self._tokenizer.eod))
+    def add(self, ids: np.ndarray) -> None:
+        tokens = np.append(ids, ids.dtype.type(self._eod))
         self._builder.add_document(tokens, [len(tokens)])
         self.record.documents += 1
         self.record.tokens += len(tokens)
@@ -147,14 +151,10 @@ class _SplitWriter:
             Path(self._temporary + suffix).unlink(missing_ok=True)
 
 
-def _fill(
-    sources: Sequence[Source],
-    writers: dict[str, _SplitWriter],
-    options: Options,
-    progress: Callable[[int], Progress],
-) -> list[str]:
-    """Deal every document to its split; returns the files that were left out because they are not text."""
-    skipped: list[str] = []
+def _texts(
+    sources: Sequence[Source], options: Options, progress: Callable[[int], Progress], skipped: list[str]
+) -> Iterator[str]:
+    """Every document; `skipped` gets the files that are left out because they are not text."""
     bar = progress(sum(source.path.stat().st_size for source in sources))
     for source in sources:
         if (reason := not_text(source)) is not None:
@@ -165,8 +165,20 @@ def _fill(
             continue
         for text in read_documents(source, options.max_document_bytes, options.json_key, bar.update):
             if text.strip():
-                writers[split_of(text, options.split)].add(text)
-    return skipped
+                yield text
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    """Documents in order, in lists of about BATCH characters."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def split_of(text: str, shares: Sequence[float]) -> str:

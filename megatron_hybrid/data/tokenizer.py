@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -16,8 +17,8 @@ class Tokenizer(Protocol):
     vocab_size: int
     eod: int
 
-    def encode(self, text: str) -> np.ndarray:
-        """Ids of ``text``, without the end-of-document token."""
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Ids of each text, without the end-of-document token."""
         ...
 
     def describe(self) -> dict:
@@ -42,8 +43,8 @@ class ByteTokenizer:
     eod = 257
     vocab_size = 258
 
-    def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16) for text in texts]
 
     def decode(self, ids: np.ndarray) -> str:
         """Text of the byte ids; padding and end of document are left out."""
@@ -83,9 +84,10 @@ class HuggingFaceTokenizer:
         self.eod = int(self._tokenizer.eos_token_id)
         self.vocab_size = len(self._tokenizer)
 
-    def encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return np.asarray(ids, dtype=np.int32)
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Fast tokenizers share the texts out over all cores, in threads of their own."""
+        lists = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return [np.asarray(ids, dtype=np.int32) for ids in lists]
 
     def describe(self) -> dict:
         digest = hashlib.sha256()

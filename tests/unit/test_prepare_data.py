@@ -5,11 +5,13 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megatron_hybrid.data import ByteTokenizer, check_data_paths, check_dataset
+from megatron_hybrid.data import prepare as data_prepare
 from megatron_hybrid.data.entropy import measure
 from megatron_hybrid.data.prepare import split_of
 from megatron_hybrid.data.sources import cap_sources, find_sources, stdlib_sources
@@ -92,6 +94,41 @@ def test_same_input_same_bytes(tmp_path, folder):
         out = run(tmp_path / name, "--input", str(folder), "--split", "0.7,0.3")
         sums.append({k: v["sha256"] for k, v in out["meta"]["splits"].items()})
     assert sums[0] == sums[1]
+
+
+def test_batches_change_no_byte(tmp_path, folder, monkeypatch):
+    sums = []
+    for characters in (1, 100, 1 << 20):
+        monkeypatch.setattr(data_prepare, "BATCH", characters)
+        out = run(tmp_path / str(characters), "--input", str(folder), "--split", "0.7,0.3")
+        sums.append({k: v["sha256"] for k, v in out["meta"]["splits"].items()})
+    assert sums[0] == sums[1] == sums[2]
+
+
+def test_a_hugging_face_tokenizer_gets_many_texts_at_once(tmp_path, folder, monkeypatch):
+    calls = []
+
+    class Words:
+        """Each word's length; callable as transformers' tokenizers are."""
+
+        eos_token_id = 0
+
+        def __len__(self):
+            return 1000
+
+        def __call__(self, texts, add_special_tokens, verbose):
+            assert not add_special_tokens
+            calls.append(len(texts))
+            return {"input_ids": [[len(word) for word in text.split()] for text in texts]}
+
+    auto = SimpleNamespace(from_pretrained=lambda path, local_files_only: Words())
+    monkeypatch.setitem(sys.modules, "transformers", SimpleNamespace(AutoTokenizer=auto))
+    words = tmp_path / "tokenizer"
+    words.mkdir()
+    out = run(tmp_path, "--input", str(folder), "--split", "0.7,0.3", "--tokenizer-path", str(words))
+    assert calls == [40]
+    expected = sum(len(p.read_text().split()) + 1 for p in folder.rglob("[0-9]*.txt"))
+    assert sum(split["tokens"] for split in out["meta"]["splits"].values()) == expected
 
 
 def test_a_failure_leaves_nothing(tmp_path, folder):
@@ -190,7 +227,7 @@ def test_end_of_document_is_the_one_megatron_assumes():
     assert flags == ["--tokenizer-type", "NullTokenizer", "--vocab-size", "258"]
     assert NullTokenizer(vocab_size=258).eod == tokenizer.eod
     text = "naïve\t\u20ac"
-    assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode([text, ""])] == [text, ""]
 
 
 def test_entropy_by_hand():
