@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..linear import WeightCache
+from ..plan import WEIGHT
 from ..tensor import HybridTensor
 
 
@@ -40,10 +41,12 @@ class WeightAmaxes:
     did waits for the others.
 
     weights: `LinearRuntime` -> a function that gives its weight (N, K) of now, or None.
+    move: gathers give weights their memory anew (FSDP). Its address then says nothing of a change, and whether it is the
+    old one depends on each rank's allocator, on which a collective must not depend.
     """
 
-    def __init__(self, group: dist.ProcessGroup, weights: dict):
-        self.group, self.weights, self._found, self._versions = group, weights, None, {}
+    def __init__(self, group: dist.ProcessGroup, weights: dict, *, move: bool = False):
+        self.group, self.weights, self.move, self._found, self._versions = group, weights, move, None, {}
         for runtime in weights:
             runtime.weight_cache = PooledWeightCache(self, runtime)
 
@@ -61,7 +64,9 @@ class WeightAmaxes:
     def _version(self, runtime) -> tuple | None:
         """What changes when torch knows that a linear's weight did."""
         weight = self._plain(runtime)
-        return None if weight is None else (weight.data_ptr(), weight._version)
+        if weight is None:
+            return None
+        return (weight._version,) if self.move else (weight.data_ptr(), weight._version)
 
     def _plain(self, runtime) -> torch.Tensor | None:
         """A linear's weight, unless it lives quantized."""
@@ -74,8 +79,8 @@ class WeightAmaxes:
             if (weight := self._plain(runtime)) is None:
                 continue
             plan = runtime.plan_for(weight.device)
-            if wanted := plan.reduced.get("weight"):
-                pairs[runtime] = plan.quantizers["weight"].outer_amaxes(weight.detach(), *wanted)
+            if wanted := plan.reduced.get(WEIGHT):
+                pairs[runtime] = plan.quantizers[WEIGHT].outer_amaxes(weight.detach(), *wanted)
         distinct = {id(a): a for pair in pairs.values() for a in pair if a is not None}
         if distinct:
             distinct = dict(zip(distinct, start_max(list(distinct.values()), self.group)()))
@@ -83,7 +88,10 @@ class WeightAmaxes:
 
 
 class PooledWeightCache(WeightCache):
-    """A weight cache whose end of a window ends that of the amaxes too."""
+    """A weight cache whose end of a window ends that of the amaxes too.
+
+    Weights that move and share amaxes are cast at every call: a cast may ask other ranks (for the amax of a derived column).
+    """
 
     def __init__(self, pool: WeightAmaxes, runtime):
         self.pool, self.runtime = pool, runtime
@@ -94,6 +102,11 @@ class PooledWeightCache(WeightCache):
 
     def amaxes(self):
         return self.pool.pair(self.runtime)
+
+    def get(self, weight, cast, wanted: tuple[bool, bool], **options):
+        if self.pool.move and WEIGHT in self.runtime.plan_for(weight.device).reduced:
+            return cast(weight, rowwise=wanted[0], columnwise=wanted[1])
+        return super().get(weight, cast, wanted, **options)
 
     def invalidate(self) -> None:
         self.pool.invalidate()

@@ -86,11 +86,12 @@ class Driver:
             self.after_first = []
 
 
-def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver | None:
+def attach(chunks: list, *, seed: int, weights_at_once: bool = True, weights_move: bool = False) -> Driver | None:
     """Make the driver of a model's chunks and hang it on each; None for a model without quantized linears.
 
     weights_at_once: the weights of a chunk are all there at its first forward of a step, so that tensor-parallel ranks
-    can reduce their amaxes in one collective; False where parameters are gathered layer by layer.
+    can reduce their amaxes in one collective; False where parameters are gathered layer by layer. weights_move: into memory
+    that a gather gives them anew (FSDP).
     """
     runtimes = [m for chunk in chunks for m in chunk.modules() if isinstance(m, LinearRuntime)]
     if not runtimes:
@@ -102,7 +103,7 @@ def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver |
         expert_part=_part_of_replica(chunks[0], expert_tp),
     )  # fmt: skip
     for chunk in chunks:
-        pool_weight_amaxes(chunk, weights_at_once)
+        pool_weight_amaxes(chunk, weights_at_once, weights_move)
     driver = Driver(
         controller,
         amax_group if amax_group.size() > 1 else None,
@@ -113,15 +114,17 @@ def attach(chunks: list, *, seed: int, weights_at_once: bool = True) -> Driver |
     return driver
 
 
-def pool_weight_amaxes(chunk, weights_at_once: bool) -> None:
+def pool_weight_amaxes(chunk, weights_at_once: bool, weights_move: bool) -> None:
     """Reduce the amaxes of a chunk's weight shards together, a step, instead of each before its cast.
 
-    All those of a group of ranks, where they are there at once; those of a grouped linear's experts always.
+    All those of a group of ranks, where they are there at once; those of a grouped linear's experts always. Where weights
+    move, a linear's own too, which its cache would else ask for again whenever its address changed on this rank.
     """
     together: dict = {}  # what is reduced together -> (group of ranks, its weights)
     for module in chunk.modules():
-        if isinstance(module, HybridParallelLinear) and weights_at_once:
-            key, weights = module.tp_group, {module.hq: functools.partial(getattr, module, "weight")}
+        if isinstance(module, HybridParallelLinear) and (weights_at_once or weights_move):
+            key = module.tp_group if weights_at_once else module
+            weights = {module.hq: functools.partial(getattr, module, "weight")}
         elif isinstance(module, HybridGroupedParallelLinear):
             key, weights = module, {hq: functools.partial(module.weight_of, e) for e, hq in enumerate(module.hq)}
         else:
@@ -129,7 +132,7 @@ def pool_weight_amaxes(chunk, weights_at_once: bool) -> None:
         if all(hq.sharding is not None for hq in weights):
             together.setdefault(key, (module.tp_group, {}))[1].update(weights)
     for group, weights in together.values():
-        WeightAmaxes(group, weights)
+        WeightAmaxes(group, weights, move=weights_move)
 
 
 def _groups(chunk):
@@ -178,8 +181,9 @@ def attach_in_run(chunks: list) -> list:
 
     args = run_args()
     if args is not None:
-        gathered_by_layer = args.overlap_param_gather or args.use_megatron_fsdp or args.use_torch_fsdp2
-        driver = attach(chunks, seed=args.seed, weights_at_once=not gathered_by_layer)
+        sharded = args.use_megatron_fsdp or args.use_torch_fsdp2
+        at_once = not (sharded or args.overlap_param_gather)
+        driver = attach(chunks, seed=args.seed, weights_at_once=at_once, weights_move=sharded)
         if driver is not None:
             state.note_missing(driver.controller.runtimes, args)
             driver.controller.say = _say_on_rank_0
