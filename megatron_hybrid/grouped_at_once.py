@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .expert_stack import ExpertStack
-from .formats import COLUMNWISE, ROWWISE
+from .formats import COLUMNWISE, ROWWISE, shares_codes
 from .gemm import grouped as gemms
 from .grouped_columns import rows_and_columns
 from .groups import Groups
@@ -167,10 +167,13 @@ class GroupedCall:
 
     def _cast_weight(self, weight, *, rowwise, columnwise):
         row = col = None
-        derived = columnwise and self.call.plan.quantizers[WEIGHT].derives_columnwise
+        quantizer = self.call.plan.quantizers[WEIGHT]
+        derived = columnwise and quantizer.derives_columnwise
         if rowwise or derived:
             row = self._stack(weight, ROWWISE)
-        if columnwise:
+        if columnwise and rowwise and not derived and shares_codes(*quantizer.formats()):
+            col = row.as_columns()
+        elif columnwise:
             col = self._stack(row.dequantize() if derived else weight, COLUMNWISE)
         return row if rowwise else None, col
 

@@ -18,6 +18,7 @@ from .permutation import RowMap
 from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
 from .storage import QuantizedStorage, cast, high_precision_storage
 from .storage_layout import ROWS, pack_fp4, stored_dim, transpose
+from .turn import turned
 
 
 def unstackable(plan: GemmPlan, out_features: int, in_features: int) -> str | None:
@@ -59,6 +60,12 @@ def _weight_reason(fmt: Format, rows: int) -> str | None:
     return f"a tile spans experts of {rows} rows" if rows % block else None
 
 
+def _cast_where_they_are(fmt: Format, rows: int) -> bool:
+    """Whether the columns of experts of so many rows are those of one matrix, of which codes are turned over instead of
+    the weight: half the bytes or less."""
+    return fmt.outer_axis == "none" and fmt.bits == 8 and rows % fmt.block(COLUMNWISE)[0] == 0
+
+
 def columns_alignment(plan: GemmPlan) -> int:
     """The multiple at which groups begin where no column block of this plan's wgrad spans two of them."""
     blocks = [plan.quantizers[op].columnwise.block(COLUMNWISE)[0] for op in (INPUT, GRAD_OUTPUT)]
@@ -81,12 +88,22 @@ class StackedWeight:
     @classmethod
     def make(cls, weight: torch.Tensor, fmt: Format, direction: str, *, reduce_amax=None) -> StackedWeight:
         """reduce_amax: see `storage.cast`; of all experts' amaxes at once."""
-        num = weight.shape[0]
+        num, rows, K = weight.shape
         if not fmt.is_quantized:
             return cls(weight, direction, fmt, num)
-        stack = weight if direction == ROWWISE else weight.transpose(1, 2)
-        stack = stack.reshape(-1, stack.shape[-1])  # a copy of the transposed weight: one cast reads two strides
+        if direction == COLUMNWISE and _cast_where_they_are(fmt, rows):
+            return cls(cast(weight.reshape(-1, K), fmt, COLUMNWISE, dtype=weight.dtype), direction, fmt, num).packed()
+        stack = weight if direction == ROWWISE else turned(weight)
+        stack = stack.reshape(-1, stack.shape[-1])
         return cls(cast(stack, fmt, ROWWISE, dtype=weight.dtype, reduce_amax=reduce_amax), direction, fmt, num)
+
+    def as_columns(self) -> StackedWeight:
+        """The columns of the weight whose rows these are, in a format whose directions share codes and scales."""
+        return replace(self, payload=self.payload.changed(direction=COLUMNWISE), direction=COLUMNWISE).packed()
+
+    def packed(self) -> StackedWeight:
+        """The same with its payload `by_rows`."""
+        return replace(self, payload=self.by_rows())
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Its tensors, by name."""
@@ -115,7 +132,7 @@ class StackedWeight:
 
     def _turned(self, t: torch.Tensor) -> torch.Tensor:
         """A matrix an expert, one after another, as their transposes, one after another."""
-        return t.view(self.num, -1, t.shape[1]).transpose(1, 2).reshape(self.num * t.shape[1], -1)
+        return turned(t.view(self.num, -1, t.shape[1])).view(self.num * t.shape[1], -1)
 
     def high_precision(self) -> torch.Tensor:
         """(E, rows, contraction) in high precision; a view."""

@@ -13,6 +13,7 @@ import torch
 
 from .formats import COLUMNWISE, ROWWISE
 from .storage import QuantizedStorage, unpack_fp4
+from .turn import turned
 
 ROWS, COLUMNS = 0, 1  # dimensions of the logical (M, K)
 _DIM_NAMES = ("rows", "columns")
@@ -127,9 +128,9 @@ def relayout(s: QuantizedStorage, transposed: bool) -> QuantizedStorage:
     if not s.format.is_quantized or s.transposed == transposed:
         return s
     if s.format.bits == 8:
-        return s.changed(transposed=transposed, qdata=s.qdata.T.contiguous())
+        return s.changed(transposed=transposed, qdata=turned(s.qdata))
     codes = unpack_fp4(s.qdata, s.shape[ROWS if s.transposed else COLUMNS])
-    return replace(s, transposed=transposed, qdata=pack_fp4(codes.T.contiguous()))
+    return replace(s, transposed=transposed, qdata=pack_fp4(turned(codes)))
 
 
 def copy_(dst: QuantizedStorage, src: QuantizedStorage) -> None:

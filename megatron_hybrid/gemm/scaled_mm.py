@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from ..formats import COLUMNWISE, ROWWISE, Format
 from ..storage import FP8_DTYPES, QuantizedStorage
+from ..turn import turned
 from . import cublaslt
 from .backend import Alignment, GemmPair, finish
 
@@ -209,4 +210,4 @@ def _scale_b(kind: str, s: QuantizedStorage, pad_rows: int) -> torch.Tensor:
 
 def codes(s: QuantizedStorage) -> torch.Tensor:
     """uint8 codes as (rows, contraction), contraction contiguous."""
-    return s.qdata if s.transposed == (s.direction == COLUMNWISE) else s.qdata.t().contiguous()
+    return s.qdata if s.transposed == (s.direction == COLUMNWISE) else turned(s.qdata)

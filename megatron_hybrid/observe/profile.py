@@ -32,7 +32,7 @@ KINDS = (  # of kernels, by name; the first that fits
     (CASTS, r"mh::|^_cast|^_amax"),
     ("permutation", r"^_(gather|copy|clear|sum|index|dot)\b"),
     ("fused", r"^_(norm|swiglu|weighted|split_rotate|loss|column|scale)"),
-    ("copies", r"memcpy|memset|copy_kernel|CatArray"),
+    ("copies", r"memcpy|memset|copy_kernel|CatArray|^_turn"),
     ("torch elementwise", r"elementwise|reduce_kernel|triton_"),
 )
 

@@ -19,9 +19,10 @@ from megatron_hybrid import grouped_columns, parse_format, permutation
 from megatron_hybrid.gemm import DeviceKind, GemmPair
 from megatron_hybrid.gemm.grouped import OWN
 from megatron_hybrid.groups import Groups
-from megatron_hybrid.ops_triton import cross_entropy, norm, permute, rotary, sums, swiglu
+from megatron_hybrid.ops_triton import cross_entropy, norm, permute, rotary, sums, swiglu, turn
 from megatron_hybrid.stacked import GroupedColumns, StackedWeight
 from megatron_hybrid.storage import cast
+from megatron_hybrid.turn import turned as turned_over
 
 U32 = 2.0**-24
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -236,6 +237,22 @@ def check_scaled_rows(device):
     exact = y.float() * by_row[:, None] * by_col[group]  # in this order, in FP32
     found = permute.scale_rows(y.clone(), by_row, by_col, group)
     within(found, exact.double(), half_ulp(BF16), 0)
+
+
+def check_matrices_turned_over(device):
+    """Every byte: whole words and not, tiles that are full and not, stacks, strided rows and stacks, elements with a sign."""
+    shapes = [(1, 128, 256), (2, 140, 200), (2, 30, 17), (3, 7, 129), (4, 1, 5), (2, 129, 1), (0, 4, 4), (2, 4, 0)]
+    integers = {torch.uint8: torch.uint8, torch.float8_e4m3fn: torch.uint8, BF16: torch.int16, FP32: torch.int32}
+    for (B, R, C), (dtype, ints) in itertools.product(shapes, integers.items()):
+        size, g = ints.itemsize, torch.Generator().manual_seed(R + C)
+        bits = torch.randint(0, 256, (B + 1, R + 1, (C + 16) * size), generator=g, dtype=torch.uint8).to(device)
+        strided = bits.view(dtype)[1:, 1:, 16:]
+        for x in (strided, strided.contiguous()):
+            turned = turn.turn(x)
+            assert turned.is_contiguous() and turned.dtype == dtype and turned.shape == (B, C, R)
+            assert torch.equal(turned.view(ints), x.view(ints).transpose(1, 2)), (x.shape, x.stride(), dtype)  # NaNs too
+    large = torch.arange(2 * 1100 * 2048, device=device).to(torch.uint8).view(2, 1100, 2048)  # by the kernel, where it runs
+    assert torch.equal(turned_over(large), large.transpose(1, 2)) and torch.equal(turned_over(large[1]), large[1].T)
 
 
 def check_column_sum(device):

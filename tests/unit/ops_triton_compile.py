@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from megatron_hybrid.formats import parse_format
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.observe.statistics import measure_fused
-from megatron_hybrid.ops_triton import grouped_columns, grouped_gemm, permute
+from megatron_hybrid.ops_triton import grouped_columns, grouped_gemm, permute, turn
 from megatron_hybrid.ops_triton import statistics as fused_statistics
 from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
 from megatron_hybrid.ops_triton.norm import norm
@@ -51,6 +51,7 @@ def compile_only() -> None:
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "ROW", "WEIGHTED", "COPIES") if kwargs.get(k))
         flags += f" {kwargs['SCALED']}" if "SCALED" in kwargs else ""
+        flags += f" {kwargs['PACK']}" if "PACK" in kwargs else ""
         if self.fn is grouped_gemm._rows.fn and args[4].dtype == torch.float32:
             flags += " FP32"
         if self.fn is fused_statistics._compare.fn:  # decodes as casts do
@@ -94,6 +95,8 @@ def main() -> None:
     grouped()
     statistics()
     moved()
+    for dtype in (torch.uint8, torch.bfloat16, torch.float32):  # an expert's weight or its codes
+        turn.turn(torch.empty(2, 1536, 2048, dtype=dtype))
     json.dump(compiled, sys.stdout)
 
 

@@ -176,6 +176,35 @@ def test_a_stacked_weight_is_its_experts(fmt, direction):
     assert_bitwise_equal(stack.dequantize().contiguous(), values, "equal")
 
 
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "mxfp8_e5m2", "fp8_block_e4m3", "fp8_rowwise_e4m3", "nvfp4:row_scaled"])
+@pytest.mark.parametrize("rows", [N, 144, 80])
+def test_columns_of_a_stacked_weight_are_rows_of_its_transpose(fmt, rows):
+    """Cast where they are and turned over, or turned over and cast: also where the last block of an expert is not whole."""
+    weight = torch.stack([randn(rows, K, seed=seed) for seed in range(3)])
+    weight[0, :3, :3] = torch.tensor([float("nan"), float("inf"), 0.0])
+    found = StackedWeight.make(weight, mh.parse_format(fmt), "columnwise")
+    expected = StackedWeight.make(weight.transpose(1, 2).contiguous(), mh.parse_format(fmt), "rowwise")
+    assert found.shape == expected.shape == (K, rows) and found.payload.direction == "rowwise"
+    for name, buffer in found.buffers().items():
+        assert_bitwise_equal(buffer, expected.buffers()[name], "equal")
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3:2d", "fp8_block_e4m3:2d"])
+def test_tiles_of_a_weight_are_cast_once_for_both_directions(fmt):
+    m = grouped(recipe({"input": "mxfp8_e4m3", "weight": fmt}, {"grad_output": "mxfp8_e4m3", "weight": fmt}, "mxfp8_e4m3"))
+    assert isinstance(m.how, GroupedPlan)
+    x, dy = data(40)
+    with counted_casts() as casts:
+        gradients(m, x, dy, [10] * 4)
+    of_weight = [direction for shape, direction in casts if shape == (EXPERTS * N, K)]
+    assert of_weight == ["rowwise"]
+    weight, fmt = m.weight.detach(), mh.parse_format(fmt)
+    turned, alone = StackedWeight.make(weight, fmt, "rowwise").as_columns(), StackedWeight.make(weight, fmt, "columnwise")
+    assert (turned.direction, turned.shape) == (alone.direction, alone.shape)
+    for name, buffer in turned.buffers().items():
+        assert_bitwise_equal(buffer, alone.buffers()[name], "equal")
+
+
 def test_the_weight_is_cast_once_a_step():
     m = grouped(AT_ONCE["mxfp8"])
     controller = mh.prepare(m)
@@ -201,7 +230,8 @@ def test_frozen_weights_keep_nothing_of_the_input():
     with counted_casts() as casts:
         m(x.requires_grad_(), [10] * 4).backward(dy)
     assert m.weight.grad is None and x.grad is not None
-    assert sorted(direction for _, direction in casts) == ["rowwise"] * 4  # columns of the weight: rows of its transpose
+    assert sorted(direction for _, direction in casts) == ["columnwise"] + ["rowwise"] * 3
+    assert [shape for shape, direction in casts if direction == "columnwise"] == [(EXPERTS * N, K)]  # the weight's
 
 
 @pytest.mark.parametrize("name", AT_ONCE)
