@@ -198,19 +198,12 @@ def table(outcomes: list[Outcome]) -> Table:
     return Table(("part", "outcome", "s", "last line, or why not"), tuple(rows))
 
 
-def chosen(only: list[str]) -> list[Part]:
-    """Parts by name, in the list's order. ValueError: a name that no part has."""
-    unknown = set(only) - {part.name for part in PARTS}
-    if unknown:
-        raise ValueError(f"no part {', '.join(sorted(unknown))}; the parts are {', '.join(p.name for p in PARTS)}")
-    return [part for part in PARTS if not only or part.name in only]
-
-
 def main() -> int:
     import torch
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", metavar="PART", default=[], help="these parts")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", choices=names, metavar="PART", default=names, help="these parts")
     parser.add_argument("--list", action="store_true", help="print the parts and stop")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "measure", metavar="DIR", help="(runs/measure)")
     parser.add_argument("--deadline", type=float, metavar="SECONDS", help="from now")
@@ -218,10 +211,7 @@ def main() -> int:
     parser.add_argument("--again", action="store_true", help="parts that ended well in DIR too")
     parser.add_argument("--commit", help="recorded in place of git's")
     args = parser.parse_args()
-    try:
-        parts = chosen(args.only)
-    except ValueError as error:
-        parser.error(str(error))
+    parts = [part for part in PARTS if part.name in args.only]
     if args.list:
         rows = tuple((p.name, str(p.gpus), str(p.seconds), p.about) for p in parts)
         print(Table(("part", "GPUs", "s", "what"), rows))

@@ -104,7 +104,11 @@ def test_commands(folder):
             assert words[-2:] == ["--commit", "abc def"]
 
 
-def test_unknown_part_is_named():
-    with pytest.raises(ValueError, match="no part moo; the parts are tests, "):
-        measure.chosen(["moo"])
-    assert [part.name for part in measure.chosen(["host", "casts"])] == ["casts", "host"]
+def test_the_command_line(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--list", "--only", "host", "casts"])
+    assert measure.main() == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == ["casts", "host"]
+    monkeypatch.setattr(sys, "argv", ["measure.py", "--only", "moo"])
+    with pytest.raises(SystemExit):
+        measure.main()
+    assert "invalid choice: 'moo' (choose from tests, memcheck" in capsys.readouterr().err.replace("'tests', 'memcheck", "tests, memcheck")
