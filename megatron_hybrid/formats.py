@@ -260,8 +260,10 @@ def describe_options(family: Family) -> str:
 
 
 def nearest(word: str, valid) -> str:
-    """' (did you mean ...?)' or ''."""
-    close = difflib.get_close_matches(word, list(valid), n=1, cutoff=0.5)
+    """'; did you mean ...?' or ''. Where a word was cut short, the first valid one that it begins: E4M3 before E5M2."""
+    valid = list(valid)
+    close = [name for name in valid if word and name.startswith(f"{word}_")]
+    close = close or difflib.get_close_matches(word, valid, n=1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -273,7 +275,7 @@ def _split_base(base: str, text: str) -> tuple[Family, str | None]:
             if len(family.elements) > 1 and base == f"{family.name}_{element}":
                 return family, element
     names = format_names()
-    raise ValueError(f"unknown format {text!r}{nearest(base, names)} Valid formats: {', '.join(names)}")
+    raise ValueError(f"unknown format {text!r}{nearest(base, names) or '.'} Valid formats: {', '.join(names)}")
 
 
 @functools.lru_cache(maxsize=None)
@@ -295,7 +297,7 @@ def parse_format(text: str) -> Format:
         key, eq, value = item.strip().partition("=")
         if key not in known:
             raise ValueError(
-                f"format {text!r}: unknown option {key!r}{nearest(key, known)} "
+                f"format {text!r}: unknown option {key!r}{nearest(key, known) or '.'} "
                 f"Options of {base}: {describe_options(family)}"
             )
         if key in chosen:

@@ -66,6 +66,7 @@ class Recipe:
         path = Path(name_or_path)
         if path.suffix not in SUFFIXES and path.name == str(name_or_path):
             path = _shipped(path.name)
+        _refuse_suffix(path)
         return cls._checked({"name": path.stem, **read_recipe(read_file(path))})
 
     @classmethod
@@ -275,10 +276,22 @@ def _shipped(name: str) -> Path:
     files = _recipe_files()
     if name not in files:
         raise RecipeError(
-            f"unknown recipe {name!r}{nearest(name, files) or '.'} Shipped recipes: {', '.join(files)}; "
+            f"unknown recipe {name!r}{_file_here(name) or nearest(name, files) or '.'} Shipped recipes: {', '.join(files)}; "
             f"one's own is given by the path of its file, ending in {', '.join(SUFFIXES)}"
         )
     return files[name]
+
+
+def _file_here(name: str) -> str:
+    """The hint for a file of the working folder that was named without its suffix, or ''."""
+    found = next((name + suffix for suffix in SUFFIXES if name and Path(name + suffix).is_file()), None)
+    return f"; did you mean the file {found!r}?" if found else ""
+
+
+def _refuse_suffix(path: Path) -> None:
+    """``mxfp8.yaml`` where there is no such file: a shipped recipe goes by its name."""
+    if path.name == str(path) and path.stem in _recipe_files() and not path.exists():
+        raise RecipeError(f"no such recipe file; the shipped recipe is {path.stem!r}, without a suffix", str(path))
 
 
 def list_recipes() -> list[tuple[str, str]]:

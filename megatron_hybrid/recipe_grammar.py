@@ -32,9 +32,12 @@ TOP_KEYS = (
     *("version", "name", "description", "defaults", "accumulate", "backward"),
     *("weights", "lm_head", "dispatch", "param_gather", "master_cast", "rules"),
 )
+# what others call the gemms
+_FORWARD, _BACKWARD = "; the forward's gemm is fprop.", "; the backward's gemms are dgrad and wgrad."
+_OTHER_NAMES = dict.fromkeys(("fwd", "forward"), _FORWARD) | dict.fromkeys(("bwd", "bprop"), _BACKWARD)
 _TOP_HINTS = {key: "; it belongs under defaults or under a rule's use." for key in DEFAULTS_KEYS}
-_DEFAULTS_HINTS = {key: "; it belongs at the top level of the recipe." for key in TOP_KEYS}
-_USE_HINTS = {key: "; it holds for the whole recipe, not for a rule." for key in (*CHOICES, "lm_head")}
+_DEFAULTS_HINTS = {key: "; it belongs at the top level of the recipe." for key in TOP_KEYS} | _OTHER_NAMES
+_USE_HINTS = {key: "; it holds for the whole recipe, not for a rule." for key in (*CHOICES, "lm_head")} | _OTHER_NAMES
 
 
 def read_format(node: Node) -> Format:
@@ -200,7 +203,7 @@ def _only_operand(use: Node, settings: dict[str, object], operand: str) -> dict[
 
 def _read_version(node: Node) -> int:
     if type(node.value) is not int or node.value != VERSION:
-        raise node.error(f"version must be {VERSION}, the one this release reads, found {node.text or node.kind!r}")
+        raise node.error(f"version must be {VERSION}, the one this release reads, found {node.kind} {node.text!r}")
     return node.value
 
 

@@ -79,7 +79,7 @@ class Node:
         """This mapping, if all its keys are valid; else raises ``RecipeError`` with the nearest valid key."""
         for key, child in self.items():
             if key not in valid:
-                hint = hints.get(key) or (f"; {QUOTES}." if child.kind == "nothing" else nearest(key, valid))
+                hint = hints.get(key) or (f"; {QUOTES}." if child.kind == "nothing" else nearest(key, valid) or ".")
                 raise child.error(
                     f"unknown key {key!r} in {self.path or 'the recipe'}{hint} Valid keys: {', '.join(valid)}",
                     at_key=True,

@@ -28,12 +28,17 @@ PACKAGES=0
 say() { echo "[setup] $*"; }
 die() { echo "[setup] $*" >&2; exit 1; }
 
+# How many packages are in the environment; not pip, which was there before, nor what packages carry inside them.
+unpacked() {
+    find "$VENV"/lib/python*/site-packages -maxdepth 1 -name '*.dist-info' ! -name 'pip-*' | wc -l
+}
+
 # What the running step is at: packages unpacked so far, or the last line of its output.
 where_it_is() {
     local line
     line="$(grep -v '^WARNING' "$LOG" | tail -n 1 | sed 's/^ *//')"
     case "$line" in
-        "Installing collected packages"*) echo "$(find "$VENV"/lib -name '*.dist-info' | wc -l) of $PACKAGES packages" ;;
+        "Installing collected packages"*) echo "$(unpacked) of $PACKAGES packages" ;;
         *) echo "$line" | cut -c 1-90 ;;
     esac
 }
@@ -149,7 +154,7 @@ build_extension() {
     if stamp_matches "$stamp" "$want" && is_installed; then return; fi
     CHANGED=1
     check_compiler
-    run_step "building the extension (CPU kernels; CUDA kernels: ${nvcc:-no nvcc found, skipped})" \
+    run_step "building the extension (CPU kernels; CUDA kernels: ${nvcc:-no nvcc found, skipped}; minutes on few cores)" \
         "$PY" -m pip install -v --disable-pip-version-check --no-build-isolation --no-deps -e .
     echo "$want" >"$stamp"
 }

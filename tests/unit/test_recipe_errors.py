@@ -33,6 +33,14 @@ MISTAKES = {
         'version: 1\ndefaults: "nvfp4:2d,rht"\n',
         ["2d and rht", "cannot be combined"],
     ),
+    "a family without its element": (2, "version: 1\ndefaults: mxfp8\n", ["did you mean 'mxfp8_e4m3'"]),
+    "a format like no other": (2, "version: 1\ndefaults: zzz\n", ["unknown format 'zzz'. Valid formats"]),
+    "a key like no other": (2, "version: 1\nzzz: 1\n", ["unknown key 'zzz' in the recipe. Valid keys"]),
+    "the forward by another name": (2, "version: 1\ndefaults: {fwd: nvfp4}\n", ["the forward's gemm is fprop. Valid keys"]),
+    "the backward by another name": (
+        4, "version: 1\nrules:\n- match: {name: a}\n  use: {bwd: nvfp4}\n", ["dgrad and wgrad. Valid keys"],
+    ),
+    "version in quotes": (1, 'version: "1"\n', ["version must be 1", "a string '1'"]),
     "unknown gemm": (3, "version: 1\ndefaults:\n  drgad: nvfp4\n", ["'drgad'", "did you mean 'dgrad'"]),
     "unknown operand": (
         4,
@@ -67,7 +75,7 @@ MISTAKES = {
     "lm_head is no word": (2, "version: 1\nlm_head: quantized\n", ["lm_head", "a boolean", "found a string"]),
     "name is no string": (2, "version: 1\nname: 17\n", ["name must be a string", "found a number"]),
     "missing version": (1, "name: mine\ndefaults: nvfp4\n", ["no version", "version: 1"]),
-    "other version": (1, "version: 2\n", ["version must be 1", "'2'"]),
+    "other version": (1, "version: 2\n", ["version must be 1", "a number '2'"]),
     "version is a string": (1, 'version: "1"\n', ["version must be 1"]),
     "empty file": (1, "", ["the file is empty"]),
     "only comments": (1, "# nothing\n\n", ["the file is empty"]),
@@ -245,6 +253,18 @@ def test_a_dict_has_paths_instead_of_lines(data, words):
     assert caught.value.file is None and caught.value.line is None
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_file_by_its_bare_name_and_a_shipped_recipe_with_a_suffix(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("version: 1\n")
+    with pytest.raises(RecipeError, match="unknown recipe 'mine'; did you mean the file 'mine.yaml'"):
+        Recipe.load("mine")
+    for name in ("mxfp8.yaml", "mxfp8.yml"):
+        with pytest.raises(RecipeError, match=f"{name}: no such recipe file; the shipped recipe is 'mxfp8', without a suffix"):
+            Recipe.load(name)
+    (tmp_path / "mxfp8.yaml").write_text("version: 1\nname: own\n")
+    assert Recipe.load("mxfp8.yaml").name == "own"
 
 
 def test_unknown_names_and_files(tmp_path):
