@@ -7,6 +7,8 @@ for it, so that the caller can put work in between.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .formats import COLUMNWISE, ROWWISE
@@ -77,12 +79,12 @@ def start_grad_output(call, dy: torch.Tensor, *, rowwise: bool, columnwise: bool
         own_row, own_col = call.cast(GRAD_OUTPUT, dy, rowwise=row_travels, columnwise=col_travels, amax=known)
     for wanted, direction, way in ((rowwise, ROWWISE, row), (columnwise, COLUMNWISE, col)):
         plan.gathers[GRAD_OUTPUT, direction, way] += wanted
-    get_row = once(start_payload(comm, own_row)) if row_travels else None
+    get_row = functools.cache(start_payload(comm, own_row)) if row_travels else None
     get_col = start_payload(comm, own_col) if col_travels else None
     if (rowwise and get_row is None) or (columnwise and get_col is None and col != ROW_PAYLOAD):
-        get_whole = once(comm.start_gather(as_matrix(dy).contiguous()))
+        get_whole = functools.cache(comm.start_gather(as_matrix(dy).contiguous()))
     if get_row is None:
-        get_row = once(lambda: call.cast(GRAD_OUTPUT, get_whole()[0], rowwise=True, whole=True)[0])
+        get_row = functools.cache(lambda: call.cast(GRAD_OUTPUT, get_whole()[0], rowwise=True, whole=True)[0])
     if get_col is None and col == ROW_PAYLOAD:
         get_col = lambda: column_of(call, get_row())  # noqa: E731
     elif get_col is None:
@@ -96,15 +98,3 @@ def column_of(call, row: QuantizedStorage) -> QuantizedStorage:
     if quantizer.derives_columnwise or not same_codes(*quantizer.formats()):
         return call.columnwise(GRAD_OUTPUT, row, whole=True)
     return relayout(row.changed(direction=COLUMNWISE), call.plan.transposed(GRAD_OUTPUT))
-
-
-def once(make):
-    """`make` called at its first use, its result kept."""
-    made = []
-
-    def get():
-        if not made:
-            made.append(make())
-        return made[0]
-
-    return get

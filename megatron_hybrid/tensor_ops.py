@@ -6,6 +6,7 @@ held. Shapes: a tensor's payloads are (M, K) matrices, so a view keeps the last 
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -148,9 +149,7 @@ def _matrix_range(func, t, dim: int, start: int, length: int) -> tuple[int, int,
             f"{func}: dimension {dim} of {tuple(t.shape)} is not the outermost nor the last; its pieces are not "
             "contiguous rows. View the tensor as a matrix or call .dequantize()"
         )
-    inner = 1
-    for n in t.shape[dim + 1 : -1]:
-        inner *= n
+    inner = math.prod(t.shape[dim + 1 : -1])
     return moves.ROWS, start * inner, length * inner
 
 

@@ -12,6 +12,7 @@ a bound cuts are completed first, and a cast then sees them in the place of the 
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -72,10 +73,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        n = 1
-        for size in self.shape:
-            n *= size
-        return self.start + n
+        return self.start + math.prod(self.shape)
 
 
 class ShardedWeights:

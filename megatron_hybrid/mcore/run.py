@@ -105,7 +105,7 @@ def check_strict(plans: dict[str, GemmPlan], rows: int) -> None:
     """
     problems = []
     for gemm in GEMMS:
-        names = [name for name, plan in plans.items() if _runs(plan, gemm) == "emulated"]
+        names = [name for name, plan in plans.items() if getattr(plan, gemm).runs == "emulated"]
         if names:
             step = getattr(plans[names[0]], gemm)
             problems.append(f"{gemm} of {_some(names)} is emulated on {step.pair.device} ({step.pair.a} x {step.pair.b})")
@@ -118,13 +118,6 @@ def check_strict(plans: dict[str, GemmPlan], rows: int) -> None:
 def _some(names: list[str]) -> str:
     more = len(names) - _NAMED
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _runs(plan: GemmPlan, gemm: str) -> str:
-    step = getattr(plan, gemm)
-    if not step.pair.is_quantized:
-        return "high precision"
-    return "native" if step.native else "emulated"
 
 
 def summary(recipe: Recipe, at_step: dict[int, dict[str, GemmPlan]], rows: int) -> list[str]:
@@ -150,7 +143,7 @@ def _table(plans: dict[str, GemmPlan]) -> Table:
     for gemm in GEMMS:
         for plan in plans.values():
             step = getattr(plan, gemm)
-            rows[gemm, *describe_operands(step.pair), step.backend.name, _runs(plan, gemm)] += 1
+            rows[gemm, *describe_operands(step.pair), step.backend.name, step.runs] += 1
     header = ("gemm", "operand A", "operand B", "backend", "runs", "linears")
     return Table(header, tuple((*row, str(count)) for row, count in rows.items()))
 
@@ -169,6 +162,6 @@ def _counts(plans: dict[str, GemmPlan]) -> str:
     device = next(iter(plans.values())).device
     counts = []
     for gemm in GEMMS:
-        kinds = Counter(_runs(plan, gemm) for plan in plans.values())
+        kinds = Counter(getattr(plan, gemm).runs for plan in plans.values())
         counts.append(f"{gemm} " + " + ".join(f"{n} {kind}" for kind, n in sorted(kinds.items())))
     return f"{quantized} of {len(plans)} linears quantized on {device}; {'; '.join(counts)}"

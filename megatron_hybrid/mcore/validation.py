@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -160,9 +161,7 @@ def check_ranks(args) -> None:
         "--pipeline-model-parallel-size": args.pipeline_model_parallel_size,
         "--context-parallel-size": args.context_parallel_size,
     }
-    product = 1
-    for size in sizes.values():
-        product *= size
+    product = math.prod(sizes.values())
     given = " x ".join(f"{flag} {size}" for flag, size in sizes.items() if size > 1)
     if args.world_size % product:
         raise UserError(
