@@ -22,13 +22,14 @@ import torch
 
 from .consumer import bind_outputs
 from .distributed.amax import start_max
-from .linear import WeightCache
 from .plan import PlanError, describe_runs
+from .random_keys import RandomKeys
 from .recipe import Recipe
 from .recipe_callable import as_recipe
 from .roles import ModuleRole
-from .runtime import LinearRuntime, RandomKeys
+from .runtime import LinearRuntime
 from .scaling import update_states
+from .weight_cache import WeightCache
 
 
 class Controller:

@@ -10,7 +10,7 @@ import torch
 
 from .grouped import ExpertRuntimes
 from .plan import WEIGHT
-from .runtime import shifted
+from .random_keys import shifted
 from .tensor import HybridTensor
 from .weights import HoldsWeight, lives_quantized
 

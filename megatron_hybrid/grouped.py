@@ -21,22 +21,19 @@ from .linear import (
     LOCAL,
     Communication,
     LinearCall,
-    WeightCache,
     add_bias,
     dgrad,
     fprop,
     hybrid_linear,
-    main_grad,
-    placeholder_gradient,
-    save_for_backward,
     start_amaxes,
     wgrad,
 )
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .roles import ModuleRole
 from .runtime import LinearRuntime
-from .scaling import Rng
+from .saved import main_grad, placeholder_gradient, save_for_backward
 from .tensor import HybridTensor
+from .weight_cache import WeightCache
 
 
 class ExpertRuntimes(torch.nn.ModuleList):
@@ -254,14 +251,4 @@ def at_rows(call: LinearCall, tokens: int, weight: int) -> LinearCall:
     if call.rng is None:
         return call
     rows = {INPUT: tokens, GRAD_OUTPUT: tokens, WEIGHT: weight}
-    return replace(call, rng={operand: _shifted(rng, rows[operand]) for operand, rng in call.rng.items()})
-
-
-def _shifted(rng: Rng, rows: int) -> Rng:
-    values = rng.values.clone()
-    values[3] += rows
-    moved = Rng.view(values)
-    if rng.parts is not None:
-        dim, keys = rng.parts
-        moved.parts = dim, tuple(_shifted(key, rows) for key in keys)
-    return moved
+    return replace(call, rng={operand: rng.moved(rows[operand]) for operand, rng in call.rng.items()})

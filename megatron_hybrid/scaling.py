@@ -14,6 +14,7 @@ import torch
 from .formats import ELEMENTS, Format
 
 FLT_MAX = torch.finfo(torch.float32).max
+COUNTER, ROW_OFFSET, GLOBAL_K = 2, 3, 5  # of the words of an `Rng`; RngField of csrc/numerics/format.h has all six
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +122,19 @@ class Rng:
         """int64 (6,): what a kernel reads for a tensor of K columns: `values` with the global K filled in."""
         if not self.own_columns:
             return self.values
-        last = self.values[5:]
-        return torch.cat((self.values[:5], last.masked_fill(last == 0, K)))
+        last = self.values[GLOBAL_K:]
+        return torch.cat((self.values[:GLOBAL_K], last.masked_fill(last == 0, K)))
+
+    def moved(self, rows: int) -> Rng:
+        """The key of rows that begin `rows` further down in the whole tensor."""
+        assert self.row_ids is None, "rows that draw by their sources have no place to count from"
+        values = self.values.clone()
+        values[ROW_OFFSET] += rows
+        other = Rng.view(values, own_columns=self.own_columns)
+        if self.parts is not None:
+            dim, keys = self.parts
+            other.parts = dim, tuple(key.moved(rows) for key in keys)
+        return other
 
     @classmethod
     def view(cls, values: torch.Tensor, row_ids: torch.Tensor | None = None, *, own_columns: bool = True) -> Rng:

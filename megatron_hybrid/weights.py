@@ -19,8 +19,8 @@ import torch
 
 from .formats import COLUMNWISE, DIRECTIONS, ELEMENTS
 from .plan import WEIGHT, GemmPlan, PlanError
+from .random_keys import RandomKeys
 from .recipe_callable import as_recipe
-from .runtime import RandomKeys
 from .scaling import Pieces, Rng, scale_for, update_states
 from .storage import QuantizedStorage
 from .tensor import HybridTensor, matrix_shape

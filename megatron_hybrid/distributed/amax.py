@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ..linear import WeightCache
 from ..plan import WEIGHT
 from ..tensor import HybridTensor
+from ..weight_cache import WeightCache
 
 
 def start_max(amaxes: list[torch.Tensor], group: dist.ProcessGroup):

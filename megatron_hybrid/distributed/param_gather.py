@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from .. import kernels
 from ..formats import COLUMNWISE, DIRECTIONS, ROWWISE, shares_codes
-from ..scaling import Rng
 from ..storage import QuantizedStorage, cast_into
 from ..tensor import HybridTensor
 from ..tensor_owner import write_keys, written_value
@@ -240,7 +239,7 @@ class ShardedWeights:
                 window = self._complete(window, r0, (a, b), grid, slot, amaxes)
         if outer is not None and outer.dim() == 2 and s.direction == ROWWISE:
             outer = outer[r0:r1]
-        rng = None if keys["rng"] is None else _rows_from(keys["rng"], r0)
+        rng = None if keys["rng"] is None else keys["rng"].moved(r0)
         out = QuantizedStorage.empty(s.format, s.direction, (r1 - r0, s.shape[1]), s.dtype, window.device)
         cast_into(out, window, amax=outer, state=state, rng=rng)
         all_grids = grids(s)
@@ -351,13 +350,6 @@ def _stretches(s: QuantizedStorage, a: int, b: int):
 def _bytes_of(t: torch.Tensor) -> torch.Tensor:
     assert t.is_contiguous()
     return t.reshape(-1).view(torch.uint8)
-
-
-def _rows_from(rng: Rng, row: int) -> Rng:
-    """The key of rows that begin at `row`."""
-    values = rng.values.clone()
-    values[3] += row
-    return Rng.view(values, own_columns=rng.own_columns)
 
 
 @torch.no_grad()

@@ -21,12 +21,14 @@ from ..distributed.tp import (
     row_index_maps,
     row_sharding,
 )
-from ..linear import LOCAL, Communication, WeightCache, hybrid_linear
+from ..linear import LOCAL, Communication, hybrid_linear
 from ..plan import GRAD_OUTPUT, WEIGHT, GemmPlan, PlanError
 from ..quantizer import as_matrix
-from ..runtime import LinearRuntime, shifted
+from ..random_keys import shifted
+from ..runtime import LinearRuntime
 from ..scaling import Pieces
 from ..sharding import Sharding
+from ..weight_cache import WeightCache
 from ..weights import HoldsWeight
 from . import state
 from .modules import linear_role

@@ -15,7 +15,7 @@ import torch
 from ..formats import COLUMNWISE, ROWWISE
 from ..gemm import READ_BY
 from ..plan import GemmPlan
-from ..runtime import RandomKeys
+from ..random_keys import RandomKeys
 from .watched_plan import WatchedPlan
 
 _RESULTS = {"fprop": "output", "dgrad": "input gradient", "wgrad": "weight gradient"}

@@ -11,7 +11,7 @@ from megatron_hybrid import HybridQuantizer, Recipe
 from megatron_hybrid.mcore import driver, state
 from megatron_hybrid.mcore.layers import HybridColumnParallelLinear, HybridRowParallelLinear
 from megatron_hybrid.plan import PlanError
-from megatron_hybrid.runtime import RandomKeys
+from megatron_hybrid.random_keys import RandomKeys
 
 
 def check_random_rounding_needs_a_driver():

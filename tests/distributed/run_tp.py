@@ -26,10 +26,11 @@ from tp_cases import (
 
 from megatron_hybrid.distributed.amax import WeightAmaxes, start_max
 from megatron_hybrid.grouped_at_once import GroupedPlan
-from megatron_hybrid.linear import WeightCache, hybrid_linear
+from megatron_hybrid.linear import hybrid_linear
 from megatron_hybrid.model_shape import LinearShape
 from megatron_hybrid.plan import INPUT
 from megatron_hybrid.sharding import block_along
+from megatron_hybrid.weight_cache import WeightCache
 
 SOME = ("fp8_current", "mxfp8", "nvfp4", "nvfp4 / mxfp8 derived", "nvfp4:row_scaled / mxfp8")
 RAGGED = 46  # tokens a rank: like 4092 over 2 ranks, no multiple of 16, 32 or 128

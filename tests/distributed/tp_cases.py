@@ -23,10 +23,12 @@ from megatron_hybrid.distributed.tp import (
     row_sharding,
 )
 from megatron_hybrid.grouped import ExpertRuntimes
-from megatron_hybrid.linear import LOCAL, WeightCache, hybrid_linear
+from megatron_hybrid.linear import LOCAL, hybrid_linear
 from megatron_hybrid.plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
+from megatron_hybrid.random_keys import RandomKeys
 from megatron_hybrid.roles import GROUPED_LINEAR, LINEAR, ModuleRole
-from megatron_hybrid.runtime import LinearRuntime, RandomKeys
+from megatron_hybrid.runtime import LinearRuntime
+from megatron_hybrid.weight_cache import WeightCache
 
 ROLE = ModuleRole(LINEAR, "decoder.layers.0.mlp.linear_fc1", layer=1, num_layers=1)
 EXPERT = ModuleRole(GROUPED_LINEAR, "decoder.layers.0.mlp.experts.linear_fc1", layer=1, num_layers=1, expert=2)

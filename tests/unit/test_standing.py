@@ -7,8 +7,8 @@ from test_control import DELAYED, SR, batches, model, recipe, train
 
 import megatron_hybrid as mh
 from megatron_hybrid.plan import GRAD_OUTPUT, INPUT, WEIGHT
+from megatron_hybrid.random_keys import RandomKeys
 from megatron_hybrid.roles import ModuleRole
-from megatron_hybrid.runtime import RandomKeys
 from megatron_hybrid.scaling import Pieces
 
 BLOCKS = {"fprop": "mxfp8_e4m3", "dgrad": "nvfp4", "wgrad": "nvfp4"}
