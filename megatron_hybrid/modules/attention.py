@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from ..consumer import Output
-from ..recipe_callable import as_recipe
 from ..roles import DPA, ModuleRole, QuantizerRole
+from ..weights import module_recipe
 from .linear import HybridLinear, part_name
 
 
@@ -20,12 +20,12 @@ class DotProductAttention(torch.nn.Module):
     alone: no backend quantizes them. name, layer, num_layers: as `HybridLinear`.
     """
 
-    def __init__(self, *, causal=True, recipe="bf16", name="", layer=None, num_layers=None):
+    def __init__(self, *, causal=True, recipe=None, name="", layer=None, num_layers=None):
         super().__init__()
         self.causal = causal
         self.role = ModuleRole(DPA, name, layer=layer, num_layers=num_layers)
         self.output = Output()
-        as_recipe(recipe).resolve(self.role)  # raises for a quantized answer
+        module_recipe(recipe).resolve(self.role)  # raises for a quantized answer
 
     def roles(self) -> tuple[QuantizerRole | None, ...]:
         """qkv, s, o, do, dp, then output (the consumer's; None by default)."""
@@ -56,7 +56,7 @@ class HybridSelfAttention(torch.nn.Module):
     """
 
     def __init__(
-        self, hidden, num_heads, *, num_query_groups=None, causal=True, bias=True, recipe="bf16", name="",
+        self, hidden, num_heads, *, num_query_groups=None, causal=True, bias=True, recipe=None, name="",
         layer=None, num_layers=None, output_role=None, device=None, dtype=None, **linear,
     ):  # fmt: skip
         super().__init__()

@@ -92,8 +92,10 @@ def test_the_context_gives_modules_their_recipe_and_nests():
         with mh.quantized_model_init("fp8_block"):
             block = mh.HybridLinear(K, N)
         other = mh.HybridLayerNormLinear(K, N, recipe="nvfp4_fprop_mxfp8_bwd")
-    formats = [str(w.rowwise.format) for w in (mlp.linear_fc1.weight, mlp.linear_fc2.weight, block.weight, other.linear.weight)]
-    assert formats == ["mxfp8_e4m3", "mxfp8_e4m3", "fp8_block_e4m3:2d", "nvfp4"]
+        attention = mh.HybridSelfAttention(K, 4)
+    linears = (mlp.linear_fc1, mlp.linear_fc2, block, other.linear, attention.linear_qkv, attention.linear_proj)
+    formats = [str(module.weight.rowwise.format) for module in linears]
+    assert formats == ["mxfp8_e4m3", "mxfp8_e4m3", "fp8_block_e4m3:2d", "nvfp4", "mxfp8_e4m3", "mxfp8_e4m3"]
     assert type(mh.HybridLinear(K, N).weight) is torch.nn.Parameter  # left again
     assert type(mlp.norm.weight) is torch.nn.Parameter
 
