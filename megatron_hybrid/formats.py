@@ -133,7 +133,7 @@ _POW2_BY_DEFAULT = frozenset({"fp8_block"})
 
 # properties of a Format
 _FACTS = ("scale", "is_quantized", "is_stateful", "bits", "tile", "pow2", "eps", "rht", "sr", "row_scaled", "is_per_tensor",
-          "outer_axis")  # fmt: skip
+          "outer_axis", "keeps_amax")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -215,6 +215,15 @@ class Format:
         if FAMILIES[self.family].block == (1, None) or self.row_scaled:
             return "row"
         return "tensor" if self.is_per_tensor or self.scale == "e4m3_amax" else "none"
+
+    @functools.cached_property
+    def keeps_amax(self) -> bool:
+        """Whether a payload holds its outer amaxes, which the decode reads."""
+        return self.scale == "e4m3_amax"
+
+    def packed(self, num: int) -> int:
+        """Bytes of a stored row of `num` codes."""
+        return -(-num * self.bits // 8)
 
     def block(self, direction: str) -> tuple[int | None, int | None]:
         """Block shape (rows, columns) in the (M, K) tensor; ``None`` is the whole extent."""

@@ -10,6 +10,7 @@ import torch
 
 from . import ops_triton
 from .formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
+from .gemm.scaled_mm import BLOCK, ROW, scale_kind
 from .groups import Layout
 from .ops_triton.launch import as_rows
 from .permutation import RowMap
@@ -67,9 +68,8 @@ def with_triton(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | N
 def rows_and_columns(x: torch.Tensor, row: Format, col: Format, layout: Layout):
     """(rowwise payload, columnwise payload spread out by `layout`) of x (T, K) from one read of it, two where scales are
     of whole rows or columns; None where this device or these formats need a cast each."""
-    families, aligned = ("fp8_rowwise", "fp8_block"), x.shape[1] % _ALIGNED == 0
-    known = row.family in families and col.family in families and not (row.tile or col.tile)
-    if known and aligned and _has_triton(x, layout):
+    known = all(scale_kind(fmt) in (ROW, BLOCK) for fmt in (row, col))
+    if known and x.shape[1] % _ALIGNED == 0 and _has_triton(x, layout):
         return both_with_triton(x, row, col, layout)
     return None
 
@@ -88,7 +88,7 @@ def both_with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: L
 
 
 def _how(fmt: Format) -> dict:
-    return dict(element=fmt.element, eps=fmt.eps, pow2=fmt.pow2, whole=fmt.family == "fp8_rowwise")
+    return dict(element=fmt.element, eps=fmt.eps, pow2=fmt.pow2, whole=scale_kind(fmt) == ROW)
 
 
 def _payload(shape, dtype, fmt: Format, codes: torch.Tensor, enc: torch.Tensor) -> QuantizedStorage:

@@ -16,7 +16,7 @@ from . import kernels, node
 from .formats import COLUMNWISE, ROWWISE, Format
 from .quantizer import HybridQuantizer, as_matrix
 from .saved import main_grad, placeholder_gradient, save_for_backward
-from .storage import QuantizedStorage
+from .storage import SCALE_DTYPES, QuantizedStorage
 from .tensor import HybridTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -30,8 +30,8 @@ class SideCast:
         self.format, self.direction, self.quantized = fmt, direction, fmt.is_quantized
         self.transposed = transposed and fmt.is_quantized
         self.index = 0 if direction == ROWWISE else 1
-        self.measures, self.keeps_amax = fmt.outer_axis != "none", fmt.scale == "e4m3_amax"
-        self.scale_dtype = torch.float32 if fmt.scale == "fp32" else torch.uint8
+        self.measures, self.keeps_amax = fmt.outer_axis != "none", fmt.keeps_amax
+        self.scale_dtype = SCALE_DTYPES.get(fmt.scale)
         self.scratch = device_type == "cuda" and direction == ROWWISE and fmt.outer_axis == "row"
         self.spec = kernels.spec(fmt, direction, torch.device(device_type)) if fmt.is_quantized else None
 
@@ -45,7 +45,7 @@ class SideCast:
         """
         (M, K), device, fmt = x.shape, x.device, self.format
         rows, last = (K, M) if self.transposed else (M, K)
-        qdata = torch.empty((rows, last if fmt.bits == 8 else (last + 1) // 2), dtype=torch.uint8, device=device)
+        qdata = torch.empty((rows, fmt.packed(last)), dtype=torch.uint8, device=device)
         scale = torch.empty(fmt.scale_shape(M, K, self.direction), dtype=self.scale_dtype, device=device)
         amax = measured = scratch = None
         if fmt.is_stateful:
@@ -76,7 +76,7 @@ class SideCast:
         if not self.quantized:
             return QuantizedStorage.of(fmt, self.direction, shape, dtype, False, codes)
         rows, last = (K, M) if self.transposed else shape
-        qdata = codes.view(rows, last if fmt.bits == 8 else (last + 1) // 2)
+        qdata = codes.view(rows, fmt.packed(last))
         scale = scale.view(self.scale_dtype).view(fmt.scale_shape(M, K, self.direction))
         outer = None if amax is None else amax.view(torch.float32).view(fmt.amax_shape(M, K, self.direction))
         return QuantizedStorage.of(fmt, self.direction, shape, dtype, self.transposed, qdata, scale, outer)

@@ -18,12 +18,12 @@ from .formats import COLUMNWISE, DIRECTIONS, ROWWISE, nearest
 from .gemm import DIMENSIONS, OPERANDS, DeviceKind, GemmBackend, GemmPair
 from .lean import LeanCasts
 from .quantizer import HybridQuantizer, as_matrix
+from .roles import GRAD_OUTPUT, INPUT, WEIGHT
 from .sharding import PAYLOAD as TRAVELS
 from .sharding import ROW_PAYLOAD, Sharding, column_gather, covers_other_ranks, cuts_blocks, row_gather
 from .storage import QuantizedStorage, derive_columnwise
 from .tensor import HybridTensor, payload
 
-INPUT, WEIGHT, GRAD_OUTPUT = "input", "weight", "grad_output"
 ORIGINAL, PAYLOAD = "original", "payload"
 SAVE_INPUT = (PAYLOAD, ORIGINAL)
 

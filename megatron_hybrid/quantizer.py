@@ -9,6 +9,7 @@ import torch
 
 from . import kernels
 from .formats import COLUMNWISE, DIRECTIONS, ROWWISE, Format, nearest, parse_format
+from .quantizer_spec import COLUMNWISE_SOURCES, ORIGINAL, ROWWISE_DEQUANTIZED
 from .storage import (
     QuantizedStorage,
     cast,
@@ -19,7 +20,6 @@ from .storage import (
     derives_in_one_call,
 )
 
-SOURCES = ("original", "rowwise_dequantized")
 SOURCE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -39,16 +39,16 @@ class HybridQuantizer:
 
     rowwise: Format | str | None = None
     columnwise: Format | str | None = None
-    columnwise_source: str = "original"
+    columnwise_source: str = ORIGINAL
 
     def __post_init__(self):
         for name in DIRECTIONS:
             value = getattr(self, name)
             object.__setattr__(self, name, None if value is None else parse_format(value))
-        if self.columnwise_source not in SOURCES:
+        if (source := self.columnwise_source) not in COLUMNWISE_SOURCES:
             raise ValueError(
-                f"columnwise_source {self.columnwise_source!r}{nearest(str(self.columnwise_source), SOURCES)} "
-                f"Valid: {', '.join(SOURCES)}"
+                f"columnwise_source {source!r}{nearest(str(source), COLUMNWISE_SOURCES)} "
+                f"Valid: {', '.join(COLUMNWISE_SOURCES)}"
             )
         if self.derives_columnwise and self.columnwise and not self.rowwise:
             raise ValueError("columnwise_source 'rowwise_dequantized' needs a rowwise format")
@@ -56,7 +56,7 @@ class HybridQuantizer:
     @property
     def derives_columnwise(self) -> bool:
         """Whether the column is cast from the row's decode."""
-        return self.columnwise_source == "rowwise_dequantized"
+        return self.columnwise_source == ROWWISE_DEQUANTIZED
 
     def formats(self) -> tuple[Format | None, Format | None]:
         """(rowwise, columnwise)."""

@@ -19,12 +19,23 @@ from pathlib import Path
 
 from .formats import nearest
 from .quantizer_spec import BACKWARD, DEFAULT_SETTINGS, GEMMS, ModuleQuant
-from .recipe_grammar import CHOICES, DEFAULTS_KEYS, VERSION, lone_rht_message, read_recipe, read_rule, settings_to_dict
+from .recipe_grammar import (
+    CHOICES,
+    DEFAULTS_KEYS,
+    QUANTIZED,
+    VERSION,
+    lone_rht_message,
+    read_recipe,
+    read_rule,
+    settings_to_dict,
+)
 from .recipe_rules import Rule, Settings, explain_no_match
 from .recipe_source import SUFFIXES, RecipeError, RecipeWarning, from_object, read_file
 from .roles import DPA, LINEAR, ModuleRole
 
-__all__ = ["Recipe", "RecipeError", "RecipeWarning", "ModuleQuant", "list_recipes"]
+__all__ = ["DEFAULT_RECIPE", "QUANTIZED", "Recipe", "RecipeError", "RecipeWarning", "ModuleQuant", "list_recipes"]
+
+DEFAULT_RECIPE = "bf16"  # of modules and runs that are given none
 
 # the package's own copy when installed, the repository's folder in a source checkout
 _FOLDERS = (

@@ -17,11 +17,12 @@ from .recipe_source import Node, RecipeWarning
 from .roles import DPA, MODULE_TYPES, OPERANDS, TENSOR_TYPES
 
 VERSION = 1
+QUANTIZED = "quantized"
 
 # top-level choices; the first is the default
 CHOICES = {
-    "weights": ("high_precision", "quantized"),
-    "dispatch": ("high_precision", "quantized"),
+    "weights": ("high_precision", QUANTIZED),
+    "dispatch": ("high_precision", QUANTIZED),
     "param_gather": ("high_precision", "rowwise", "both"),
     "master_cast": ("fp32", "param_dtype"),
 }

@@ -13,7 +13,7 @@ from .formats import nearest
 
 LINEAR, GROUPED_LINEAR, DPA = "linear", "grouped_linear", "dpa"
 
-OPERANDS = ("input", "weight", "grad_output")
+INPUT, WEIGHT, GRAD_OUTPUT = OPERANDS = ("input", "weight", "grad_output")
 
 # the tensors of a module type, in the order in which the module emits their roles
 TENSOR_TYPES = {

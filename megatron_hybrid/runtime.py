@@ -15,7 +15,7 @@ from .formats import DIRECTIONS
 from .linear import Communication, LinearCall
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, PAYLOAD, WEIGHT, GemmPlan, PlanError, build_plan
 from .random_keys import RandomKeys, shifted
-from .recipe import Recipe
+from .recipe import QUANTIZED, Recipe
 from .roles import OPERANDS, ModuleRole, QuantizerRole
 from .scaling import DelayedState, Pieces, rescale
 from .sharding import Sharding
@@ -217,7 +217,7 @@ class LinearRuntime(torch.nn.Module):
             plan = self.build(recipe, device, self.step)
             if self.weight_owner is not None:
                 self.weight_owner.check(recipe, device)
-            elif recipe.weights == "quantized" and any(f.is_quantized for f in plan.quantizers[WEIGHT].formats()):
+            elif recipe.weights == QUANTIZED and any(f.is_quantized for f in plan.quantizers[WEIGHT].formats()):
                 raise PlanError(
                     f"{plan.label}: the recipe says `weights: quantized`, but this weight was made in high precision; "
                     "build the model with this recipe, or under mh.quantized_model_init(recipe), modules that rules "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .formats import COLUMNWISE, ROWWISE, Format
+from .gemm.scaled_mm import BLOCK, ROW, scale_kind
 from .grouped_columns import block_columns, row_scaled_columns
 from .groups import Layout
 from .permutation import RowMap
@@ -42,7 +43,7 @@ def _rows_reason(fmt: Format) -> str | None:
 
 
 def _columns_reason(fmt: Format) -> str | None:
-    if not fmt.is_quantized or fmt.family == "fp8_rowwise":
+    if not fmt.is_quantized or scale_kind(fmt) == ROW:
         return None
     if fmt.outer_axis != "none":
         return "a group has amaxes of its own"
@@ -178,9 +179,9 @@ class GroupedColumns:
         cls, x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None, *, transposed: bool
     ) -> GroupedColumns:
         """x (T, K), or (N, K) with the T rows copies of its rows. One launch for all groups."""
-        if fmt.family == "fp8_rowwise":
+        if scale_kind(fmt) == ROW:
             return cls(row_scaled_columns(x, fmt, layout, copies), layout)
-        if fmt.family == "fp8_block":
+        if scale_kind(fmt) == BLOCK:
             return cls(block_columns(x, fmt, layout, copies, transposed=transposed), layout)
         return cls(cast(layout.spread(x, copies), fmt, COLUMNWISE, transposed=transposed), layout)
 
@@ -188,7 +189,7 @@ class GroupedColumns:
         """One group's payload, as a cast of its rows would make it."""
         start, rows = self.layout.starts()[group], self.layout.groups.host[group]
         s = self.payload
-        if s.scale is not None and s.format.family == "fp8_rowwise":
+        if scale_kind(s.format) == ROW:
             s = replace(s, scale=s.scale[group : group + 1])
         return rows_of(s, start, rows)
 

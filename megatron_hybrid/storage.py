@@ -10,6 +10,9 @@ from . import kernels
 from .formats import COLUMNWISE, ROWWISE, Format
 
 FP8_DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}  # torch's, by element type
+# of block scales by a format's scale rule: as they are stored, and what the bytes are
+SCALE_DTYPES = {"fp32": torch.float32, "e8m0": torch.uint8, "e4m3_amax": torch.uint8}
+_SCALE_TYPES = {"fp32": torch.float32, "e8m0": torch.float8_e8m0fnu, "e4m3_amax": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,11 +50,10 @@ class QuantizedStorage:
         if not fmt.is_quantized:
             return QuantizedStorage(fmt, direction, (M, K), dtype, False, torch.empty(M, K, dtype=dtype, device=device))
         rows, last = (K, M) if transposed else (M, K)
-        qdata = torch.empty(rows, -(-last * fmt.bits // 8), dtype=torch.uint8, device=device)
-        scale_dtype = torch.float32 if fmt.scale == "fp32" else torch.uint8
-        scale = torch.empty(fmt.scale_shape(M, K, direction), dtype=scale_dtype, device=device)
+        qdata = torch.empty(rows, fmt.packed(last), dtype=torch.uint8, device=device)
+        scale = torch.empty(fmt.scale_shape(M, K, direction), dtype=SCALE_DTYPES[fmt.scale], device=device)
         outer = None
-        if fmt.scale == "e4m3_amax":
+        if fmt.keeps_amax:
             outer = torch.empty(fmt.amax_shape(M, K, direction), dtype=torch.float32, device=device)
         return QuantizedStorage(fmt, direction, (M, K), dtype, transposed, qdata, scale, outer)
 
@@ -108,11 +110,7 @@ class QuantizedStorage:
     def block_scale(self) -> torch.Tensor:
         """float32 block scales without the outer level, shape `Format.scale_shape`."""
         self._require_quantized("block_scale()")
-        if self.format.scale == "fp32":
-            return self.scale
-        if self.format.scale == "e8m0":
-            return self.scale.view(torch.float8_e8m0fnu).to(torch.float32)
-        return self.scale.view(torch.float8_e4m3fn).to(torch.float32)
+        return self.scale.view(_SCALE_TYPES[self.format.scale]).to(torch.float32)
 
     def outer_scale(self) -> torch.Tensor:
         """float32 outer decode scale (NVFP4's 1/enc; 1 elsewhere), shape () or (M, 1) / (1, K)."""

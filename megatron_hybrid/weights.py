@@ -20,14 +20,13 @@ import torch
 from .formats import COLUMNWISE, DIRECTIONS, ELEMENTS
 from .plan import WEIGHT, GemmPlan, PlanError
 from .random_keys import RandomKeys
+from .recipe import DEFAULT_RECIPE, QUANTIZED
 from .recipe_callable import as_recipe
 from .scaling import Pieces, Rng, scale_for, update_states
 from .storage import QuantizedStorage
 from .tensor import HybridTensor, matrix_shape
 
-QUANTIZED = "quantized"
 FITS = 1 + 2.0**-5  # less than half a step above an element type's largest number, more than a decode's rounding
-DEFAULT_RECIPE = "bf16"
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,8 @@ import importlib.util
 import typing
 from dataclasses import dataclass
 
+from ..recipe import DEFAULT_RECIPE
 from .errors import UserError
-
-DEFAULT_RECIPE = "bf16"
 
 
 def _flag(default, help: str, **argparse_kwargs):

@@ -21,13 +21,12 @@ from ..grouped_at_once import why_not
 from ..linear import LOCAL, LinearCall
 from ..permutation import chunk_sources, gather_rows, inverse
 from ..plan import INPUT, GemmPlan, PlanError
+from ..recipe import QUANTIZED
 from ..storage import QuantizedStorage
 from ..tensor import HybridTensor, payload
 from .errors import UserError
 from .experts import HybridGroupedMLP
 from .moe_layer import OneRank
-
-QUANTIZED = "quantized"
 
 
 def refuse_unsupported(config) -> None:
@@ -171,7 +170,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.group, ctx.splits = group, splits
         row, _ = call.quantize(INPUT, x, rowwise=True)
         packed = pack(row)
-        sent["quantized"] += packed.nbytes
+        sent[QUANTIZED] += packed.nbytes
         sent["high_precision"] += x.nbytes
         received = _exchange(packed, group, *splits)
         row = row if received is packed else unpack(received, row)

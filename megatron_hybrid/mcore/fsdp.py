@@ -8,6 +8,7 @@ needs, whichever of the two the recipe names.
 from __future__ import annotations
 
 from ..distributed.fsdp2 import gather_quantized
+from ..distributed.param_gather import HIGH_PRECISION
 from ..plan import PlanError
 
 
@@ -16,7 +17,7 @@ def gather_payloads(chunk, args, controller) -> None:
 
     Raises `PlanError` under ``--hq-strict`` for a quantized weight that is gathered in high precision.
     """
-    if controller.runtimes[0].recipe.param_gather == "high_precision":
+    if controller.runtimes[0].recipe.param_gather == HIGH_PRECISION:
         return
     gathers = gather_quantized(chunk, controller, recompute=args.recompute_granularity is not None)
     if getattr(args, "hq_strict", False) and gathers.skipped:

@@ -17,10 +17,9 @@ from ..formats import DIRECTIONS
 from ..grouped_at_once import build, why_not
 from ..model_shape import LinearShape, ModelShape
 from ..plan import GRAD_OUTPUT, ORIGINAL, PAYLOAD, WEIGHT, GemmPlan, build_plan
-from ..recipe import Recipe
+from ..recipe import QUANTIZED, Recipe
 from ..roles import DPA, ModuleRole
 from ..sharding import HIGH_PRECISION, Sharding, block_along
-from ..weights import QUANTIZED
 from .modules import OUTPUT_LAYER, enumerate_modules
 
 

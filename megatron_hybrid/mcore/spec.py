@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from ..recipe import Recipe
+from ..recipe import QUANTIZED, Recipe
 from ..recipe_callable import CallableRecipe, as_recipe
 from . import attention, checkpoint, dispatch, driver, graphs
 from .errors import UserError
@@ -192,7 +192,7 @@ class HybridLayerSpec:
         refuse_unsupported(config)
         recipe = with_bf16_edges(self.recipe, config)
         recipe.check_matches(enumerate_modules(config))
-        if recipe.dispatch == dispatch.QUANTIZED:
+        if recipe.dispatch == QUANTIZED:
             dispatch.refuse_unsupported(config)
         return recipe
 
@@ -208,7 +208,7 @@ class HybridLayerSpec:
         hooks = model_config.pre_wrap_hooks  # in this order: the driver finds the output layer quantized
         wanted = (
             _quantize_output_layer if recipe.lm_head else None,
-            dispatch.adopt if recipe.dispatch == dispatch.QUANTIZED else None,
+            dispatch.adopt if recipe.dispatch == QUANTIZED else None,
             driver.attach_in_run,
             parts.fuse_loss,
         )

@@ -10,6 +10,7 @@ import torch
 from ..data import check_data_paths
 from ..distributed.param_gather import HIGH_PRECISION
 from ..plan import WEIGHT, PlanError
+from ..recipe import QUANTIZED
 from .errors import UserError
 
 RECIPES_MODULE = "megatron_hybrid.mcore.recipes"
@@ -113,7 +114,7 @@ _NOT_BESIDE_QUANTIZED_WEIGHTS = {
 
 def check_quantized_weights(args, recipe) -> None:
     """Refuse what would leave weights that live quantized without masters, or never update them."""
-    if recipe.weights != "quantized":
+    if recipe.weights != QUANTIZED:
         return
     what = f"recipe {recipe.name} with `weights: quantized`"
     if not args.use_distributed_optimizer:
@@ -141,7 +142,7 @@ def check_param_gather(recipe, at_step: dict[int, dict]) -> None:
 
     at_step: plans by step and name. Raises `PlanError` naming the module.
     """
-    if recipe.weights != "quantized" or recipe.param_gather == HIGH_PRECISION:
+    if recipe.weights != QUANTIZED or recipe.param_gather == HIGH_PRECISION:
         return
     for plan in (plan for plans in at_step.values() for plan in plans.values()):
         quantizer = plan.quantizers[WEIGHT]
