@@ -84,6 +84,7 @@ class CallableRecipe:
     def to_dict(self) -> dict:
         """A record that a function was used: its name, not what it does. `Recipe.from_dict` refuses it."""
         options = {"backward": self.backward, "lm_head": self.lm_head}
+        options |= {key: getattr(self, key) for key, (default, *_) in CHOICES.items() if getattr(self, key) != default}
         rules = [{"match": r.match.given(), "use": {key: str(value) for key, value in r.use}} for r in self.rules]
         return {"version": self.version, "name": self.name, "callable": True, **options, **({"rules": rules} if rules else {})}
 

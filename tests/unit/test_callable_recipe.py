@@ -91,6 +91,7 @@ def test_the_dict_says_that_it_was_not_serialised():
     with pytest.raises(mh.RecipeError, match="'by_tensor' was a Python function, which no file or checkpoint holds"):
         mh.Recipe.from_dict(record)
     assert as_recipe(by_tensor).fingerprint != CallableRecipe(by_tensor, backward="dequantized").fingerprint
+    assert as_recipe(by_tensor).fingerprint != CallableRecipe(by_tensor, weights="quantized").fingerprint
     assert CallableRecipe(by_tensor, name="mine").name == "mine"
 
 
