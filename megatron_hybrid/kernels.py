@@ -119,7 +119,8 @@ def quantize(x, fmt, direction, *, qdata, scale, amax=None, transposed=False, fi
     float32 decode scales (fp32 rule), or uint8 E8M0 / E4M3 bytes. amax: float32 ``fmt.amax_shape``, read, for
     formats that have an outer amax. fixed_scale: `amax` holds the *encode scale* itself (delayed scaling).
     rng: int64 tensor (seed, tensor_id, step * microbatches + microbatch, row offset, column offset, global K)
-    on x's device, for `sr`; row_ids: int64 (M,) global row of each row, instead of the row offset. noop: int32 device flag; non-zero leaves every output untouched.
+    on x's device, for `sr`; row_ids: int64 (M,) global row of each row, instead of the row offset. noop: int32 device
+    flag; non-zero leaves every output untouched.
     """
     if traced(x):
         _operators().quantize_(x, str(fmt), direction, qdata, scale, amax, transposed, fixed_scale, rng, row_ids, noop)
