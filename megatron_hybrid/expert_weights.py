@@ -11,6 +11,7 @@ import torch
 from .grouped import ExpertRuntimes
 from .plan import WEIGHT
 from .random_keys import shifted
+from .runtime import LinearRuntime
 from .tensor import HybridTensor
 from .weights import HoldsWeight, lives_quantized
 
@@ -46,12 +47,25 @@ class HoldsExpertWeights(HoldsWeight):
     def settle_payloads(self) -> None:
         """Into common memory, where experts run at once."""
         if self.weight is None:
-            self.hq.how_each([getattr(weight, "orig_param", weight) for weight in self.weights()])
+            self.hq.how_each(self._own_values())
 
     def leave_payloads(self) -> None:
-        """Let go of the common memory, where weights have left it."""
-        if self._modules.get("hq") is not None and self.weight is None:
-            self.hq.stack.forget_left([getattr(weight, "orig_param", weight) for weight in self.weights()])
+        """Let go of the common memory, where weights have left it, and settle anew at once: what is taken of them from now
+        on, such as a state dict, follows later writes. While a change of formats has reached only some, they wait."""
+        if self._modules.get("hq") is None or self.weight is not None:
+            return
+        weights = self._own_values()
+        self.hq.stack.forget_left(weights)
+        if all(map(_has_planned_formats, weights, self.hq)):
+            self.settle_payloads()
+
+    def _own_values(self) -> list[torch.Tensor]:
+        """The weights, where Megatron-FSDP's shards stand in their place too."""
+        return [getattr(weight, "orig_param", weight) for weight in self.weights()]
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self.leave_payloads()  # copies have memory of their own
 
     def held_weights(self) -> list[tuple]:
         """(parameter's name, runtime) of the weights that live quantized, one an expert."""
@@ -92,3 +106,7 @@ class HoldsExpertWeights(HoldsWeight):
             state_dict[whole] = torch.stack(plain)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.leave_payloads()
+
+
+def _has_planned_formats(weight: torch.Tensor, runtime: LinearRuntime) -> bool:
+    return type(weight) is HybridTensor and weight.quantizer == runtime.plan_for(weight.device).quantizers[WEIGHT]

@@ -15,7 +15,8 @@ VERSION = 1
 
 
 def record(t: hybrid.HybridTensor) -> dict:
-    """Everything needed to rebuild `t`: strings, numbers, lists and plain tensors (its buffers, not copies)."""
+    """Everything needed to rebuild `t`: strings, numbers, lists and plain tensors: its buffers, but copies of those that lie in
+    memory with others', as experts' do: a file holds all of a tensor's memory."""
     names, spec = t.__tensor_flatten__()
     plain = spec._replace(dtype=str(t.dtype).removeprefix("torch."), stale=list(spec.stale))._asdict()
     for direction in ("rowwise", "columnwise"):
@@ -24,7 +25,7 @@ def record(t: hybrid.HybridTensor) -> dict:
     return {
         "version": VERSION,
         "spec": plain,
-        "tensors": {name: getattr(t, name) for name in names},
+        "tensors": {name: _alone(t, getattr(t, name)) for name in names},
         "size": list(t.shape),
         "stride": list(t.stride()),
         "offset": t.storage_offset(),
@@ -32,6 +33,12 @@ def record(t: hybrid.HybridTensor) -> dict:
         "requires_grad": t.requires_grad,
         "attributes": dict(t.__dict__),  # what nn.Parameter and users set
     }
+
+
+def _alone(t: hybrid.HybridTensor, buffer: torch.Tensor) -> torch.Tensor:
+    """A buffer as it is written. Pieces, like torch's, share their memory with what they are of."""
+    whole = t._shared is hybrid.WHOLE
+    return buffer.clone() if whole and buffer.nbytes < buffer.untyped_storage().nbytes() else buffer
 
 
 def rebuild_hybrid_tensor(r: dict) -> hybrid.HybridTensor:

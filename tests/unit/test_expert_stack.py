@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -163,6 +164,40 @@ def test_payloads_that_moved_are_joined_again(move):
     assert len(addresses(m)) == len(before)
 
 
+def through_a_pickle(m):
+    return pickle.loads(pickle.dumps(m))
+
+
+def follow_a_switch(m):
+    switch_to_others_at_once(m)
+    return m
+
+
+@pytest.mark.parametrize("move", [*MOVES[:2], MOVES[3], through_a_pickle, follow_a_switch])
+def test_a_state_dict_taken_after_a_move_follows_later_writes(move):
+    """As one of plain parameters does, whether or not there has been a forward."""
+    m = move(grouped(RECIPES["mxfp8"]))
+    state, (x, _) = m.state_dict(), data()
+    m(x, SPLITS)
+    with torch.no_grad():
+        for w in m.weights():
+            w.copy_(torch.ones(N, K))
+    for e, w in enumerate(m.weights()):
+        assert same_bytes(state[f"weight{e}"], w) and (state[f"weight{e}"].dequantize() == 1).all()
+
+
+def test_what_is_written_of_an_expert_is_its_own_bytes():
+    m = grouped(RECIPES["mxfp8"])
+    one = sum(b.nbytes for b in m.weight1.payload_buffers())
+    whole = sum(b.nbytes for s in (m.hq.stack.rowwise, m.hq.stack.columnwise) for b in s.buffers().values())
+    assert whole == E * one
+    for written in (pickle.dumps(m.weight1), pickle.dumps(m.state_dict()["weight1"].detach())):
+        assert one < len(written) < 1.5 * one
+        assert same_bytes(pickle.loads(written), m.weight1)
+    assert whole < len(pickle.dumps(m)) < 1.5 * whole
+    assert_in_the_stack(m)
+
+
 def test_a_change_of_formats_is_followed():
     rules = [{"match": {"steps": "2:"}, "use": "fp8_rowwise_e4m3"}]
     rcp = recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3", rules=rules)
@@ -204,7 +239,10 @@ def test_memory_that_weights_have_left_is_let_go(leave):
     assert len(held) == 4 and not any(memory.expired() for memory in held)
     leave(m)
     assert all(memory.expired() for memory in held)
-    assert stack.rowwise is None and stack.columnwise is None
+    if leave is switch_to_one_by_one:
+        assert stack.rowwise is None and stack.columnwise is None
+    else:
+        assert_in_the_stack(m)
 
 
 def test_a_move_to_where_they_are_leaves_weights_in_their_memory():
