@@ -65,26 +65,33 @@ class SwigluCast(torch.autograd.Function):
         return ctx.back(rows, ctx.shape, grad=as_rows(dy)), None, None
 
 
-def swiglu_casts(x: torch.Tensor, runtime: LinearRuntime, weight: torch.Tensor, *, training: bool):
+def swiglu_casts(x: torch.Tensor, runtime: LinearRuntime, weight: torch.Tensor, *, training: bool, shown: bool = False):
     """The casts that can be made as they are computed, None for others: of `swiglu(x)` for the linear with this runtime and
-    weight, and of x's gradient for the linear that made x."""
+    weight, and of x's gradient for the linear that made x. shown: something else has x, and may add to its gradient."""
     call = runtime.call(x.device, LOCAL, training=training)
     columnwise = torch.is_grad_enabled() and weight.requires_grad and call.plan.saved[INPUT] != ROWWISE
     casts = [ComputedCast(call, INPUT, True, columnwise), None]
-    if takes_payloads(x):
+    if not shown and takes_payloads(x):
         needs = x.grad_fn.needs_input_grad
         casts[1] = ComputedCast(x.grad_fn.call, GRAD_OUTPUT, needs[0], needs[1])
     return tuple(cast if cast is not None and cast.possible() else None for cast in casts)
 
 
-def swiglu_for(x: torch.Tensor, bias, runtime: LinearRuntime, weight: torch.Tensor, *, training: bool) -> torch.Tensor:
-    """`silu(gate) * up` (..., F) of x (..., 2F), which nothing else reads, + bias (2F,).
+def shows_output(module: torch.nn.Module) -> bool:
+    """Whether hooks get what this module's forward gives, and may read it for a loss of their own."""
+    return bool(module._forward_hooks or torch.nn.modules.module._global_forward_hooks)
+
+
+def swiglu_for(
+    x: torch.Tensor, bias, runtime: LinearRuntime, weight: torch.Tensor, *, training: bool, shown: bool = False
+) -> torch.Tensor:
+    """`silu(gate) * up` (..., F) of x (..., 2F) + bias (2F,).
 
     On CUDA it is cast for the linear with this runtime and weight, and its gradient for the linear that made x, where that
-    takes no more than the kernel that computes it; else it is as it is.
+    takes no more than the kernel that computes it; else it is as it is. shown: something else than this has x.
     """
     if bias is None and x.is_cuda and not torch.compiler.is_compiling():
-        casts = swiglu_casts(x, runtime, weight, training=training)
+        casts = swiglu_casts(x, runtime, weight, training=training, shown=shown)
         if any(casts):
             return SwigluCast.apply(x, *casts)
     return swiglu(x, bias)

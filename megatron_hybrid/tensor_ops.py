@@ -20,6 +20,7 @@ from .storage import QuantizedStorage
 
 aten = torch.ops.aten
 RULES: dict = {}
+_SUMS = (aten.add.Tensor, aten.add_.Tensor)
 
 
 def implements(*ops):
@@ -45,6 +46,11 @@ def dispatch(func, args, kwargs):
 
 def _cure(func) -> str:
     cure = "call .dequantize() on it for a plain tensor"
+    if func in _SUMS:
+        cure += (
+            "; in backward: what SwiGLU reads in an MLP has a second reader, and its gradient is cast as it is computed: read "
+            "it in a forward hook of linear_fc1, or turn --no-bias-swiglu-fusion on"
+        )
     if not func._schema.is_mutable:
         return cure
     return (

@@ -8,7 +8,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
 from .. import patches
-from ..gated_cast import swiglu_for
+from ..gated_cast import shows_output, swiglu_for
 from ..ops_triton.cross_entropy import cross_entropy
 from ..ops_triton.norm import MAX_SIZE as MAX_NORM_SIZE
 from ..ops_triton.norm import norm
@@ -59,7 +59,8 @@ class FusedMLP(MLP):
             return super().forward(hidden_states, per_token_scale, **others)
         y, bias = self.linear_fc1(hidden_states)
         fc2 = self.linear_fc2
-        return fc2(swiglu_for(y, bias, fc2.hq, fc2.weight, training=fc2.training))
+        shown = shows_output(self.linear_fc1)
+        return fc2(swiglu_for(y, bias, fc2.hq, fc2.weight, training=fc2.training, shown=shown))
 
 
 class FusedGroupedMLP(HybridGroupedMLP):

@@ -181,6 +181,29 @@ def test_a_gradient_in_other_formats_is_refused():
         y.sum().backward()
 
 
+def test_a_gradient_cast_before_has_one_part():
+    """Another reader of the output would have to add to payloads."""
+    (layer,) = layers(recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), bias=False, count=1)
+    y = layer(randn(5, 48).requires_grad_())
+    z = CastGradient.apply(y, y.grad_fn.call, layer.plan.quantizers["grad_output"])
+    with pytest.raises(NotImplementedError, match="second reader.*forward hook of linear_fc1"):
+        (z.sum() + y.square().sum()).backward()
+
+
+def test_what_hooks_are_shown_keeps_a_plain_gradient():
+    """A forward hook may make a loss of fc1's output, whose gradient is then a sum."""
+    gated_cast = pytest.importorskip("megatron_hybrid.gated_cast", reason="needs triton")
+    made = dict(recipe="mxfp8", bias=False, dtype=torch.bfloat16)
+    fc1, fc2 = mh.HybridLinear(64, 320, name="fc1", **made), mh.HybridLinear(160, 32, name="fc2", **made)
+    for hooked in (False, True):
+        handle = fc1.register_forward_hook(lambda module, args, y: None) if hooked else None
+        assert gated_cast.shows_output(fc1) == hooked
+        casts = gated_cast.swiglu_casts(fc1(randn(70, 64).requires_grad_()), fc2.hq, fc2.weight, training=True, shown=hooked)
+        assert (casts[0] is not None, casts[1] is not None) == (True, not hooked)
+    handle.remove()
+    assert not gated_cast.shows_output(fc1)
+
+
 def test_whose_gradient_can_be_cast_before():
     rcp = recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3")
     (biased,), (layer,) = layers(rcp, count=1), layers(rcp, bias=False, count=1)
