@@ -131,7 +131,7 @@ def split_rotate(mixed, freqs, *, groups: int, head_size: int, scale: float = 1.
     """
     if freqs.shape[0] != mixed.shape[0] or freqs.shape[1] not in (1, mixed.shape[1]):
         raise ValueError(f"angles {tuple(freqs.shape)} are not for the positions of a tensor {tuple(mixed.shape)}")
-    angles = freqs[:, :, 0, : freqs.shape[-1] // 2].float()
+    angles = freqs[:, :, 0, : freqs.shape[-1] // 2].float().contiguous()
     cos, sin = angles.cos(), angles.sin()
     if scale != 1.0:
         cos, sin = cos * scale, sin * scale

@@ -107,7 +107,7 @@ class SwigluFunction(torch.autograd.Function):
         rows = as_rows(x)
         ctx.save_for_backward(rows, bias)
         ctx.shape = x.shape
-        return product(rows, bias).view(*x.shape[:-1], -1)
+        return product(rows, bias).view(*x.shape[:-1], x.shape[-1] // 2)
 
     @staticmethod
     @once_differentiable
@@ -128,7 +128,7 @@ class WeightedSwigluFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weights):
-        x = as_rows(x)
+        x, weights = as_rows(x), weights.contiguous()
         ctx.save_for_backward(x, weights)
         M, F = x.shape[0], x.shape[1] // 2
         y, block = torch.empty(M, F, dtype=x.dtype, device=x.device), _block(F)
@@ -157,5 +157,5 @@ def _block(F: int) -> int:
 
 
 def weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up * weight` (M, F) of rows x (M, 2F) holding gate, then up; weights (M,), one a row, contiguous."""
+    """`silu(gate) * up * weight` (M, F) of rows x (M, 2F) holding gate, then up; weights (M,), one a row."""
     return WeightedSwigluFunction.apply(x, weights)

@@ -123,14 +123,17 @@ def check_norm_of_strided_rows(device):
 
 
 def check_swiglu(device):
-    for shape, biased, dtype in itertools.product([(7, 2, 300), (3, 2, 2 * 2304)], (False, True), (BF16, FP32)):
+    for shape, biased, dtype in itertools.product([(7, 2, 300), (3, 2, 2 * 2304), (0, 2, 300)], (False, True), (BF16, FP32)):
         x = randn(*shape, seed=1, device=device, dtype=dtype, scale=4.0)
-        x[0, 0, :2] = torch.tensor([100.0, -100.0], device=device)
+        x[:1, 0, :2] = torch.tensor([100.0, -100.0], device=device)
         x.requires_grad_()
         bias = randn(shape[-1], seed=2, device=device, dtype=dtype).requires_grad_() if biased else None
         y = swiglu.swiglu(x, bias)
         dy = randn(*y.shape, seed=3, device=device, dtype=dtype)
         y.backward(dy)
+        if not shape[0]:
+            assert y.shape == (0, 2, 150) and x.grad.shape == shape and (not biased or not bias.grad.any())
+            continue
         gate, up = (x.detach().double() + (bias.detach().double() if biased else 0)).chunk(2, -1)
         s, d = gate.sigmoid(), dy.double()
         shift = U32 * gate.abs() if biased else 0  # the rounding of x + bias reaches everything below
@@ -169,6 +172,10 @@ def check_weighted_swiglu(device):
         terms = dy.double() * gate * s * up
         lost = (steps * size_y * dy.double().abs()).sum(1) + F * U32 * terms.abs().sum(1)
         within(weights.grad, terms.sum(1), half_ulp(weight_dtype), lost)
+        spread = torch.stack((weights.detach(), weights.detach() + 1), 1)[:, 0].requires_grad_()  # a column of a matrix
+        y_spread = swiglu.weighted_swiglu(x.detach(), spread)
+        y_spread.backward(dy)
+        assert torch.equal(y_spread, y) and torch.equal(spread.grad, weights.grad)
 
 
 def routing(tokens, experts, most, *, seed, device, exact=True):
@@ -297,6 +304,9 @@ def check_split_rotate(device):
         torch.autograd.backward(out, grads)
         torch.autograd.backward(exact, [g.double() for g in grads])
         within(mixed.grad, wide.grad, half_ulp(dtype), 8 * U32 * 2 * scale * max(g.abs().max() for g in grads))
+        turned = freqs.transpose(0, 3).contiguous().transpose(0, 3)  # the same angles, position by position in memory
+        others = rotary.split_rotate(mixed.detach(), turned, groups=groups, head_size=D, scale=scale)
+        assert all(map(torch.equal, others, out))
         values = mixed.detach().view(S, B, groups, R + 2, D)[..., -1, :]
         assert torch.equal(out[2].detach(), values)
     try:
