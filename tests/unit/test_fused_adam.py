@@ -1,10 +1,12 @@
 """FusedAdam: the arithmetic of torch's AdamW, Apex's interface, and exact resumption."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from other_device import OnDevice, OtherDevice
 
 from megatron_hybrid.optimizer import MOMENTS, FusedAdam, OffloadedAdam
 
@@ -260,6 +262,59 @@ def test_offloaded_calls_hooks_of_steps_once():
     optimizer.register_step_post_hook(lambda *_: called.append("after"))
     train(optimizer, params, range(1))
     assert called == ["before", "after"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("chunk_bytes", [1, 1200, 1 << 28])
+def test_moments_move_to_a_device_and_back(dtype, bias_correction, chunk_bytes, monkeypatch):
+    """Bits of `FusedAdam`; between steps every moment is in pinned host memory, whole once `step` returns, and in a step a
+    chunk of them on the device. A load ends there too."""
+    waits = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(True))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    options = dict(lr=1e-2, weight_decay=0.1, bias_correction=bias_correction)
+    theirs, values, resumed = make_params(dtype), make_params(dtype), make_params(dtype)
+    whole = FusedAdam(theirs, **options)
+    train(whole, theirs, range(3))
+    biggest, total = max(8 * p.numel() for p in values), sum(8 * p.numel() for p in values)
+
+    def placed(values):
+        return [OnDevice(v.detach()).requires_grad_() for v in values]
+
+    def steps(optimizer, params, which):
+        for step in which:
+            set_grads(values, step)
+            for param, value in zip(params, values, strict=True):
+                param.grad = OnDevice(value.grad)
+            optimizer.step()
+
+    def assert_at_rest(optimizer):
+        moments = [state[key] for state in optimizer.state.values() for key in MOMENTS]
+        assert len(moments) == 2 * len(SHAPES)
+        assert all(type(m) is torch.Tensor and (m.data_ptr() in device.pinned or not m.numel()) for m in moments)
+
+    with OtherDevice() as device:
+        params = placed(values)
+        optimizer = OffloadedAdam(params, chunk_bytes=chunk_bytes, **options)
+        steps(optimizer, params, range(3))
+        assert_at_rest(optimizer)
+        # the moments' first zeros are made on the device
+        assert (device.to_device, device.to_host) == (3 * total, 4 * total)
+        assert device.most <= max(2 * chunk_bytes, 2 * biggest) and len(waits) == 3
+    assert_same_bits([p.held for p in params], theirs)
+    for param, mine in zip(theirs, params, strict=True):
+        assert_same_bits(*([state[key] for key in MOMENTS] for state in (whole.state[param], optimizer.state[mine])))
+    with torch.no_grad():
+        for value, param in zip(resumed, params, strict=True):
+            value.copy_(param.held)
+    with device:
+        again = OffloadedAdam(later := placed(resumed), chunk_bytes=chunk_bytes, **options)
+        again.load_state_dict(optimizer.state_dict())
+        assert_at_rest(again)
+        steps(again, later, range(3, 5))
+    train(whole, theirs, range(3, 5))
+    assert_same_bits([p.held for p in later], theirs)
 
 
 def test_offloaded_refuses_what_a_host_copy_cannot_follow():
