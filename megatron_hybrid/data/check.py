@@ -14,6 +14,7 @@ import numpy as np
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document boundaries
 _DTYPES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
+_LOOKED_AT = 1 << 20  # tokens; more would take a while on a large file, and ends of documents are among them
 _PREPARE = "prepare it with scripts/prepare_data.py"
 
 
@@ -28,12 +29,17 @@ class DatasetInfo:
 
 
 def check_dataset(
-    prefix: str | Path, *, sequence_length: int | None = None, split: Sequence[float] | None = None
+    prefix: str | Path,
+    *,
+    sequence_length: int | None = None,
+    split: Sequence[float] | None = None,
+    vocab_size: int | None = None,
 ) -> DatasetInfo:
     """Read the headers of ``prefix.idx`` and compare the sizes of both files with what they promise.
 
     ``sequence_length``: at least one sequence (and its shifted label) must fit. ``split``: Megatron's
-    ``--split`` weights; every non-zero share must receive a document. Raises a one-line ``ValueError``
+    ``--split`` weights; every non-zero share must receive a document. ``vocab_size``: no token among the first million may
+    be beyond it, for which Megatron's embedding would silently give zeros. Raises a one-line ``ValueError``
     naming the file and what to do.
     """
     prefix = str(prefix)
@@ -56,17 +62,24 @@ def check_dataset(
         )
     if split is not None:
         _require_documents(info, split)
+    if vocab_size is not None:
+        _require_vocabulary(info, bin_path, vocab_size)
     return info
 
 
 def check_data_paths(
-    paths: Sequence[str], *, sequence_length: int | None = None, split: Sequence[float] | None = None
+    paths: Sequence[str],
+    *,
+    sequence_length: int | None = None,
+    split: Sequence[float] | None = None,
+    vocab_size: int | None = None,
 ) -> list[DatasetInfo]:
     """`check_dataset` for the value of ``--data-path`` and its kin: prefixes, or weights and prefixes in turn."""
     blend = list(paths)
     if blend and len(blend) % 2 == 0 and all(_is_number(weight) for weight in blend[::2]):
         blend = blend[1::2]
-    return [check_dataset(prefix, sequence_length=sequence_length, split=split) for prefix in blend]
+    limits = {"sequence_length": sequence_length, "split": split, "vocab_size": vocab_size}
+    return [check_dataset(prefix, **limits) for prefix in blend]
 
 
 def _is_number(text: str) -> bool:
@@ -126,6 +139,15 @@ def _read_index(prefix: str, path: Path) -> tuple[DatasetInfo, int]:
         raise ValueError(f"dataset {prefix}: {path} holds no documents; {_PREPARE} from text that is not empty")
     dtype = np.dtype(_DTYPES[code])
     return DatasetInfo(prefix, documents, tokens, dtype.name), tokens * dtype.itemsize
+
+
+def _require_vocabulary(info: DatasetInfo, bin_path: Path, vocab_size: int) -> None:
+    highest = int(np.fromfile(bin_path, dtype=info.dtype, count=_LOOKED_AT).max())
+    if highest >= vocab_size:
+        raise ValueError(
+            f"dataset {info.prefix}: token {highest} is beyond --vocab-size {vocab_size}; give the tokenizer's flags that "
+            "scripts/prepare_data.py printed"
+        )
 
 
 def _require_documents(info: DatasetInfo, split: Sequence[float]) -> None:

@@ -17,6 +17,7 @@ from ..recipe import Recipe
 from .errors import UserError
 
 _SHORT = 12
+_SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")  # others have the same names of parameters
 
 
 def record(args, recipe: Recipe) -> None:
@@ -37,13 +38,17 @@ def record_in_run(recipe: Recipe) -> None:
 def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
     """Compare with the recipe in the checkpoint that this run will load. Returns notes to print.
 
-    Raises `UserError` when it is another one, unless ``switch``, or ``--finetune``, which starts a new run.
+    Raises `UserError` when it is another one, unless ``switch``, or ``--finetune``, which starts a new run; and for a
+    checkpoint of another model's sizes, or of another learning-rate schedule, which Megatron would refuse in a traceback.
     """
     from megatron.training.checkpointing import checkpoint_exists
 
     if not checkpoint_exists(args.load):
         return []
-    found = _recorded(args)
+    saved = _saved_args(args)
+    check_sizes(args, saved)
+    check_schedule(args, saved)
+    found = _record_of(saved)
     ours = _describe(recipe.name, recipe.fingerprint)
     if found is None:
         return [f"note: the checkpoint in {args.load} records no recipe; it goes on with {ours}"]
@@ -62,22 +67,67 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
 
 def loaded_recipe(args) -> Recipe | None:
     """The recipe of the checkpoint that was loaded, where it is another one; None too for a Python function's."""
-    found = _recorded(args) if args.load else None
+    found = _record_of(_saved_args(args)) if args.load else None
     if found is None or found["recipe"].get("callable"):
         return None
     return Recipe.from_dict(found["recipe"])
 
 
-def _recorded(args) -> dict | None:
-    """The record in the checkpoint that ``--load`` and ``--ckpt-step`` name, or None."""
+def check_sizes(args, saved) -> None:
+    """Refuse the checkpoint of a model of other sizes. A GPT may go on as a hybrid model, which counts layers its own way."""
+    names = _SIZES[1:] if args.hybrid_layer_pattern or getattr(args, "moe_use_upcycling", False) else _SIZES
+    for name in names:
+        theirs, ours = getattr(saved, name, None), getattr(args, name, None)
+        if None not in (theirs, ours) and theirs != ours:
+            flag = f"--{name.replace('_', '-')}"
+            raise UserError(f"the checkpoint in {args.load} is of another model: {flag} {theirs}, this run has {flag} {ours}")
+
+
+def check_schedule(args, saved) -> None:
+    """Refuse a run that goes on with the optimizer's state and another learning-rate schedule, unless told which to take."""
+    chosen = args.override_opt_param_scheduler or args.use_checkpoint_opt_param_scheduler
+    theirs, ours = _schedule(saved), _schedule(args)
+    if chosen or args.finetune or args.no_load_optim or theirs is None or ours is None or theirs == ours:
+        return
+    raise UserError(
+        f"the checkpoint in {args.load} has {_describe_schedule(theirs)}, this run {_describe_schedule(ours)}; give the "
+        "same --train-iters, --lr-decay-iters, --lr and --global-batch-size, or --override-opt-param-scheduler for this "
+        "run's schedule, or --use-checkpoint-opt-param-scheduler for the checkpoint's"
+    )
+
+
+def _schedule(args) -> tuple | None:
+    """Samples of training, samples until the learning rate is lowest, and its highest value; None where that is unknown."""
+    if getattr(args, "train_samples", None):
+        found = args.train_samples, args.lr_decay_samples or args.train_samples, args.lr
+    elif getattr(args, "train_iters", None) and getattr(args, "global_batch_size", None):
+        decay = args.lr_decay_iters or args.train_iters
+        found = args.train_iters * args.global_batch_size, decay * args.global_batch_size, args.lr
+    else:
+        return None
+    return None if None in found else found
+
+
+def _describe_schedule(schedule: tuple) -> str:
+    samples, decay, lr = schedule
+    return f"a schedule of {samples} samples, the learning rate falling from {lr:g} over {decay}"
+
+
+def _record_of(saved) -> dict | None:
+    """The recipe's record in a checkpoint's arguments, or None."""
+    text = getattr(saved, RECORD, None)
+    return None if text is None else json.loads(text)
+
+
+def _saved_args(args):
+    """Megatron's arguments in the checkpoint that ``--load`` and ``--ckpt-step`` name, or None."""
     from megatron.training.checkpointing import load_args_from_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         # it lists every argument that it takes over, and torch says that it reads alone
         warnings.simplefilter("ignore", UserWarning)
         loaded = load_args_from_checkpoint(copy.deepcopy(args))
-    text = getattr(loaded[1], RECORD, None) if isinstance(loaded, tuple) else None
-    return None if text is None else json.loads(text)
+    return loaded[1] if isinstance(loaded, tuple) else None
 
 
 def _describe(name: str, fingerprint: str) -> str:

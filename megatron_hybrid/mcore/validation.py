@@ -197,18 +197,19 @@ def _check_expert_ranks(args) -> None:
 
 
 def check_data(args) -> None:
-    """Every dataset that the run names must be there, whole, and large enough."""
+    """Every dataset that the run names must be there, whole, large enough, and of the vocabulary that the run names."""
+    limits = {"sequence_length": args.seq_length, "vocab_size": args.vocab_size}
     if args.data_path:
         split = args.split or "969, 30, 1"  # Megatron's own default
-        _check_paths(args.data_path, args.seq_length, _parse_split(split))
+        _check_paths(args.data_path, split=_parse_split(split), **limits)
     for paths in (args.train_data_path, args.valid_data_path, args.test_data_path):
         if paths:
-            _check_paths(paths, args.seq_length, None)
+            _check_paths(paths, **limits)
 
 
-def _check_paths(paths, sequence_length, split) -> None:
+def _check_paths(paths, **limits) -> None:
     try:
-        check_data_paths(paths, sequence_length=sequence_length, split=split)
+        check_data_paths(paths, **limits)
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -310,6 +310,14 @@ def test_check_refuses_what_megatron_would_hang_on(dataset):
         check_dataset(dataset, sequence_length=10**9)
 
 
+def test_check_refuses_tokens_beyond_the_vocabulary(dataset):
+    assert check_dataset(dataset, vocab_size=258) == check_dataset(dataset)  # the end of a document is 257
+    with pytest.raises(ValueError, match="token 257 is beyond --vocab-size 257; give the tokenizer's flags"):
+        check_dataset(dataset, vocab_size=257)
+    with pytest.raises(ValueError, match="token 257 is beyond --vocab-size 100"):
+        check_data_paths(["1", dataset], vocab_size=100)
+
+
 def test_check_helps_with_the_prefix(dataset):
     with pytest.raises(ValueError, match="give the prefix without the suffix"):
         check_dataset(dataset + ".bin")

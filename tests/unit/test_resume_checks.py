@@ -1,0 +1,58 @@
+"""What a run may go on from: a checkpoint of the same sizes and the same learning-rate schedule."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_hybrid.mcore.checkpoint import check_schedule, check_sizes
+from megatron_hybrid.mcore.errors import UserError
+
+
+def arguments(**changes):
+    """Megatron's arguments, as far as these checks read them."""
+    found = dict(
+        load="ckpt", num_layers=4, hidden_size=128, ffn_hidden_size=512, num_attention_heads=4, hybrid_layer_pattern=None,
+        train_iters=100, train_samples=None, lr_decay_iters=None, lr_decay_samples=None, global_batch_size=16, lr=3e-3,
+        finetune=False, no_load_optim=None, override_opt_param_scheduler=False, use_checkpoint_opt_param_scheduler=False,
+    )  # fmt: skip
+    return SimpleNamespace(**found | changes)
+
+
+@pytest.mark.parametrize("name", ["num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"])
+def test_a_checkpoint_of_other_sizes_is_refused_by_flag(name):
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(UserError, match=f"in ckpt is of another model: {flag} 64, this run has {flag} 96"):
+        check_sizes(arguments(**{name: 96}), arguments(**{name: 64}))
+
+
+def test_sizes_that_are_alike_or_unknown_are_no_hindrance():
+    check_sizes(arguments(), arguments())
+    check_sizes(arguments(), SimpleNamespace())  # a checkpoint of another program
+    check_sizes(arguments(), None)
+    check_sizes(arguments(num_layers=8, hybrid_layer_pattern="*-" * 4), arguments())  # a GPT that goes on as hybrid model
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"train_iters": 200}, "3200 samples, the learning rate falling from 0.003 over 3200"),
+        ({"train_iters": 200, "lr_decay_iters": 100}, "3200 samples, the learning rate falling from 0.003 over 1600"),
+        ({"global_batch_size": 32}, "3200 samples"),
+        ({"lr": 1e-3}, "from 0.001"),
+    ],
+)
+def test_another_schedule_is_refused_unless_told_which_to_take(changes, words):
+    saved = arguments(lr_decay_iters=100)  # Megatron fills it in before it saves
+    with pytest.raises(UserError, match=f"has a schedule of 1600 samples.*{words}.*--override-opt-param-scheduler"):
+        check_schedule(arguments(**changes), saved)
+    for flag in ("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler", "finetune", "no_load_optim"):
+        check_schedule(arguments(**changes, **{flag: True}), saved)
+
+
+def test_the_same_schedule_goes_on_however_it_is_given():
+    check_schedule(arguments(), arguments(lr_decay_iters=100))
+    by_samples = {"train_iters": None, "train_samples": 1600}
+    check_schedule(arguments(**by_samples), arguments(**by_samples | {"train_iters": 100, "lr_decay_samples": 1600}))
+    check_schedule(arguments(**by_samples), arguments(lr_decay_iters=100))
+    check_schedule(arguments(), SimpleNamespace())
+    check_schedule(arguments(), None)
