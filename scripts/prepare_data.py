@@ -91,8 +91,8 @@ def run(args: argparse.Namespace) -> tuple[Prepared, Tokenizer]:
 
 
 def print_report(result: Prepared, tokenizer: Tokenizer) -> None:
-    verb = "reused" if result.reused else "wrote"
-    print(f"[data] {verb} {result.num_files:,} files, {tokenizer.name} tokenizer, vocabulary {tokenizer.vocab_size:,}")
+    what = "files as before, reused" if result.reused else "files read"
+    print(f"[data] {result.num_files:,} {what}, {tokenizer.name} tokenizer, vocabulary {tokenizer.vocab_size:,}")
     for line in result.skipped[:5]:
         print(f"[data] left out: {line}")
     if len(result.skipped) > 5:

@@ -65,6 +65,7 @@ def plot_losses(
         axes.set_title(title, fontsize=11)
         axes.set_ylim(*_limits(runs, levels or {}))
         axes.set_xlim(0, 1.01 * max([1, *(x for _, (x, _), _ in ends)]))
+        axes.xaxis.get_major_locator().set_params(integer=True)  # there is no iteration 2.5
         axes.grid(color="0.92")
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
@@ -202,7 +203,7 @@ def plot_times(times: Mapping[str, Mapping[str, float]], path: str | Path, label
         for index, part in enumerate(parts):
             widths = [times[run].get(part, 0.0) for run in times]
             axes.barh(list(times), widths, left=list(left.values()), label=part, height=0.6,
-                      color="0.8" if part == "other" else colours(index % 10))  # fmt: skip
+                      color="0.8" if part in ("other", "not split") else colours(index % 10))  # fmt: skip
             left = {run: left[run] + width for run, width in zip(times, widths)}
         axes.invert_yaxis()
         axes.set_xlabel(label)

@@ -154,7 +154,7 @@ def _times(runs: list[Run], folder: Path) -> str:
         whole = run.milliseconds()
         if run.timers or whole is not None:
             rest = max((whole or 0.0) - sum(run.timers.values()), 0.0)
-            times[run.name] = {**run.timers, "other": rest}
+            times[run.name] = {**run.timers, "other" if run.timers else "not split": rest}
     if not times:
         return _note("No run has left times.")
     plot_times(times, folder / "time.png")
