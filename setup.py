@@ -220,7 +220,8 @@ class BuildKernels(build_ext):
         python = f"-isystem{sysconfig.get_paths()['include']}"
         command = [*self.cxx, *CXX_FLAGS, "-O2", *flags, python]
         try:
-            objects = self._compile([(command, CSRC / "node" / "linear.cpp", self.objects / "node_linear.o")])
+            sources = sorted((CSRC / "node").glob("*.cpp"))
+            objects = self._compile([(command, source, self.objects / f"node_{source.stem}.o") for source in sources])
             self._link(objects, target, libraries)
         except (RuntimeError, subprocess.CalledProcessError) as error:  # torch's C++ interface is no stable one
             return say(f"autograd node: not built, Python's linear serves; it does not compile for this torch: {error}")

@@ -16,6 +16,7 @@ constexpr const char* kCastsCapsule = "megatron_hybrid.casts";
 struct Casts {
   void (*quantize)(const PairArgs&, const Where&);
   void (*dequantize)(const DequantizeArgs&, const Where&);
+  void (*outer_scale)(const float* amax, float* out, int64_t n, const Where&);
 };
 
 constexpr const char* kMatmulCapsule = "megatron_hybrid.matmul";

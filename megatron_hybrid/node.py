@@ -2,7 +2,7 @@
 
 What Python costs in the thread that runs backward is more than what the node does there. A `NodePlan` tells the node once
 what lean.py works out from a plan; the functions below are what the node still asks of Python. Calls that it does not take
-(`csrc/node/linear.cpp`, `runs`) are lean.py's.
+(`runs` in csrc/node/linear.cpp) are lean.py's.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .storage import QuantizedStorage
 from .storage_layout import relayout
 
 _KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
+_NO_TYPES, _NO_MODES = {torch.bfloat16: 0, torch.float32: 0}, {"none": 0}  # of a plan that does not ask cuBLASLt
 
 
 @functools.lru_cache(maxsize=None)
@@ -50,14 +51,14 @@ class NodePlan:
     def __init__(self, casts: tuple, steps: tuple, keeps: tuple[bool, bool], sums: bool, device_type: str):
         """casts: an `OperandCast` an operand. steps: a `GemmStep` a gemm. keeps: whether columns of input and weight are."""
         self._made_of = casts, steps, keeps, sums, device_type
-        direct = any(step.multiply.route == "cublaslt" for step in steps)
-        types = cublaslt.codes()[0] if direct else {torch.bfloat16: 0, torch.float32: 0}
+        direct = any(_asks_cublaslt(step) for step in steps) and cublaslt.library() is not None
+        types, modes = cublaslt.codes() if direct else (_NO_TYPES, _NO_MODES)
         self.run = library().Plan(
             sides=[[_side(side) for side in (cast.row, cast.col)] for cast in casts],
             products=[_product(step) for step in steps], keeps_input=keeps[0], keeps_weight=keeps[1], sums=sums,
-            bf16=types[torch.bfloat16], fp32=types[torch.float32], casts=kernels.extension(device_type).CASTS,
-            matmul=cublaslt.library().MATMUL if direct else None, workspace_bytes=cublaslt.WORKSPACE,
-            python=sys.modules[__name__],
+            bf16=types[torch.bfloat16], fp32=types[torch.float32], no_scale=modes["none"],
+            casts=kernels.extension(device_type).CASTS, matmul=cublaslt.library().MATMUL if direct else None,
+            workspace_bytes=cublaslt.WORKSPACE, python=sys.modules[__name__],
         )  # fmt: skip
 
     def __reduce__(self):
@@ -76,8 +77,15 @@ def _side(side):
     return library().Side(quantized=True, transposed=side.transposed, stateful=fmt.is_stateful, **fields)
 
 
+def _asks_cublaslt(step) -> bool:
+    how = step.multiply
+    return how.route == "cublaslt" or (how.route == "decoded" and any(map(any, how.in_bf16)))
+
+
 def _product(step):
     how = step.multiply
+    if how.route == "decoded":
+        return library().Product(route=how.route, backend=step.backend.name, in_bf16=how.in_bf16)
     if how.route != "cublaslt":
         return library().Product(route=how.route, backend=step.backend.name)
     types, modes = cublaslt.codes()
@@ -94,6 +102,12 @@ def _product(step):
 def workspace(device: int, stream: int) -> int:
     """The address of cuBLASLt's working memory on a stream."""
     return cublaslt.workspace(device, stream).data_ptr()
+
+
+def constants(device: int) -> int:
+    """The address of 0 and 1 in a device's memory; 0 where they are not there and cannot be made now."""
+    found = cublaslt.constants(device)
+    return 0 if found is None else found.data_ptr()
 
 
 def cached(call, weight: torch.Tensor, columnwise: bool):
@@ -117,8 +131,8 @@ def product(call, gemm: str, a: tuple, b: tuple, dtype: torch.dtype, total: torc
 
 
 def _parts(s: QuantizedStorage | None, side):
-    """(M, K, codes, scales, amaxes) of a payload, as the node takes it."""
+    """(M, K, dtype, codes, scales, amaxes) of a payload, as the node takes it."""
     if s is None:
         return None
     s = relayout(s, side.transposed)
-    return *s.shape, s.qdata, s.scale, s.outer_amax
+    return *s.shape, s.dtype, s.qdata, s.scale, s.outer_amax

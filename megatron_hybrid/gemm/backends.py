@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..formats import Format
+from ..kernels import SOURCE_CODES
 from ..storage import QuantizedStorage
 from . import cublaslt
 from .backend import Alignment, GemmPair, finish
@@ -20,6 +21,10 @@ class _ExactSums:
     def route(self, pair: GemmPair) -> str:
         """How csrc/node runs a pair: by itself as ``high_precision`` or ``decoded``, or ``python``: by calling this."""
         return "python"
+
+    def decodes_to_bf16(self, fmt: Format, dtype: torch.dtype, device_type: str) -> bool:
+        """Of the route ``decoded``: whether an operand that was cast from `dtype` can be decoded to bf16, not FP32."""
+        return False
 
     def reason(self, pair: GemmPair) -> str | None:
         return None
@@ -48,6 +53,12 @@ class _Prepared:
     def route(self) -> str:
         return self.backend.route(self.pair)
 
+    @property
+    def in_bf16(self) -> list[list[bool]]:
+        """`decodes_to_bf16` of A and B, by the dtypes that kernels cast."""
+        decodes, device = self.backend.decodes_to_bf16, self.pair.device.type
+        return [[decodes(fmt, dtype, device) for dtype in SOURCE_CODES] for fmt in (self.pair.a, self.pair.b)]
+
     def __call__(self, a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
         return self.backend.run(a, b, self.pair, out_dtype, accumulate_into)
 
@@ -74,19 +85,27 @@ class EmulatedBackend(_ExactSums):
     """Decode both operands, multiply exactly what the native instruction would multiply.
 
     On CUDA the operands are decoded to bf16, in which codes times block scales are exact (`exact_in_bf16`), and outer
-    scales go into the epilogue. Other operands are decoded to FP32. On the CPU everything is.
+    scales go into the epilogue. Other operands are decoded to FP32. On the CPU everything is. csrc/node/products.cpp is
+    the same in C++.
     """
 
     name = "emulated"
+    bf16_devices = ("cuda",)
 
     def route(self, pair: GemmPair) -> str:
-        return "decoded" if pair.device.type == "cpu" else "python"
+        return "decoded"
+
+    def decodes_to_bf16(self, fmt: Format, dtype: torch.dtype, device_type: str) -> bool:
+        return device_type in self.bf16_devices and exact_in_bf16(fmt, dtype)
+
+    def _in_bf16(self, s: QuantizedStorage) -> bool:
+        return self.decodes_to_bf16(s.format, s.dtype, s.device.type)
 
     def wants_transposed(self, pair: GemmPair) -> bool:
         return True
 
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
-        if a.device.type == "cpu" or not (exact_in_bf16(a) and exact_in_bf16(b)):
+        if not (self._in_bf16(a) and self._in_bf16(b)):
             return mm_into(a.operand(torch.float32), b.operand(torch.float32), out_dtype, accumulate_into)
         x, w = bf16_operand(a), bf16_operand(b)
         rows, columns = epilogue_scale(a), epilogue_scale(b)
@@ -183,19 +202,19 @@ def fits_bf16(fmt: Format) -> bool:
     return not fmt.is_quantized or fmt.scale != "fp32" or fmt.pow2 or _scales_outside(fmt)
 
 
-def exact_in_bf16(s: QuantizedStorage) -> bool:
-    """Whether `bf16_operand` loses nothing.
+def exact_in_bf16(fmt: Format, dtype: torch.dtype) -> bool:
+    """Whether `bf16_operand` of a payload that was cast from `dtype` loses nothing.
 
     E2M1 x E4M3 takes 6 significant bits, E4M3 x 2^k takes 4, of 8; an FP32 scale along the contraction that is no
     power of two takes more. 2^k reaches below bf16's normal numbers: there bf16 has multiples of 2^-133 and codes can
     give multiples of 2^-136. A bf16 or fp16 tensor holds multiples of 2^-133 itself, and rounding one to a coarser or
     finer grid gives another, so what was cast from those is exact. What was cast from FP32 need not be.
     """
-    if not s.format.is_quantized:
-        return s.dtype == torch.bfloat16
-    if s.format.scale == "e4m3_amax" or _scales_outside(s.format):
+    if not fmt.is_quantized:
+        return dtype == torch.bfloat16
+    if fmt.scale == "e4m3_amax" or _scales_outside(fmt):
         return True
-    return s.dtype != torch.float32 and fits_bf16(s.format)
+    return dtype != torch.float32 and fits_bf16(fmt)
 
 
 def bf16_operand(s: QuantizedStorage) -> torch.Tensor:

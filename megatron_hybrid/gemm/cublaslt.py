@@ -45,21 +45,26 @@ _CONSTANTS: dict[int, torch.Tensor] = {}  # device -> 0 and 1 in its memory
 
 
 def takes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether `multiply` can take these high-precision operands: bf16, packed, sizes that tensor cores like."""
+    """Whether `multiply` can take these high-precision operands here, with a factor."""
+    return fits(a, b) and library() is not None and a.device.type == "cuda" and constants(a.device.index) is not None
+
+
+def fits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether operands are what tensor cores like: bf16, packed, of such sizes."""
     return (
         a.dtype == b.dtype == torch.bfloat16 and a.is_contiguous() and b.is_contiguous()
-        and min(*a.shape, b.shape[0]) > 0 and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0 and _here(a)
+        and min(*a.shape, b.shape[0]) > 0 and a.shape[1] % 8 == 0 and b.shape[0] % 8 == 0
     )  # fmt: skip
 
 
-def _here(a: torch.Tensor) -> bool:
-    """On the current device, whose constants are there: a graph that is being captured cannot make them."""
-    index = a.device.index
-    if library() is None or a.device.type != "cuda" or index != torch.cuda.current_device():
-        return False
-    if index not in _CONSTANTS and not torch.cuda.is_current_stream_capturing():
-        _CONSTANTS[index] = torch.arange(2, dtype=torch.float32, device=a.device)
-    return index in _CONSTANTS
+def constants(device: int) -> torch.Tensor | None:
+    """0 and 1 in the memory of the current device; None for another, and for a graph that is being captured before they
+    are there: it cannot make them."""
+    if device != torch.cuda.current_device():
+        return None
+    if device not in _CONSTANTS and not torch.cuda.is_current_stream_capturing():
+        _CONSTANTS[device] = torch.arange(2, dtype=torch.float32, device=f"cuda:{device}")
+    return _CONSTANTS.get(device)
 
 
 def multiply(

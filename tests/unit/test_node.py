@@ -14,7 +14,7 @@ from linear_cases import EVERY, STOCHASTIC, over_steps, randn, recipe
 
 import megatron_hybrid as mh
 from megatron_hybrid import lean, node
-from megatron_hybrid.gemm import cublaslt, scaled_mm
+from megatron_hybrid.gemm import backends, cublaslt, scaled_mm
 from megatron_hybrid.tensor import HybridTensor
 
 pytestmark = pytest.mark.skipif(node.library() is None, reason="this build has no _C_node")
@@ -89,10 +89,35 @@ def test_every_format(fmt, device):
     assert all(torch.equal(a, b) for a, b in zip(pair[0].hq.buffers(), pair[1].hq.buffers(), strict=True))
 
 
+ROWS_AND_BLOCKS = dict(fprop="nvfp4:row_scaled", dgrad={"grad_output": "fp8_rowwise_e5m2", "weight": "mxfp8_e4m3"},
+                       wgrad={"grad_output": "fp8_current_e5m2", "input": "nvfp4"})  # fmt: skip
+EMULATED = {"mixed": MIXED, "halves": HALVES, "rows and blocks": ROWS_AND_BLOCKS}
+
+
+def recipe_of(name):
+    return recipe(**EMULATED[name]) if name in EMULATED else recipe(name, name, name)
+
+
+def raises(*args):
+    raise AssertionError("the node asked Python for a product")
+
+
+@pytest.mark.parametrize("fmt", [*FORMATS, *EMULATED])
+def test_no_emulated_product_is_left_to_python(fmt, device, monkeypatch):
+    pair = layers(recipe_of(fmt), device)
+    for layer in pair:
+        layer.hq.backend = "emulated" if fmt in FORMATS[1:] else None
+        layer.hq.replan(layer.hq.recipe)
+        mh.prepare(layer).begin_step(1)
+    monkeypatch.setattr(node, "product", raises)
+    for main_grad in (None, torch.float32, torch.bfloat16):
+        assert_same(*pair, main_grad=main_grad)
+
+
 @pytest.mark.parametrize("fmt", [*FORMATS, "halves"])
 def test_products_that_python_runs(fmt, device):
     """A backend that the node does not know gets the payloads that it would get of Python."""
-    pair = layers(recipe(**HALVES) if fmt == "halves" else recipe(fmt, fmt, fmt), device)
+    pair = layers(recipe_of(fmt), device)
     for layer in pair:
         layer.hq.backend = "reference"
         layer.hq.replan(layer.hq.recipe)
@@ -382,6 +407,8 @@ class Library:
     TYPES = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1, torch.bfloat16: 2, torch.float32: 3}
     MODES = {"none": -1, "tensor": 0, "row": 1, "1x128": 2, "128x128": 3}
     WORKSPACE = cublaslt.WORKSPACE
+    CONSTANTS = torch.arange(2.0)
+    fits = takes = staticmethod(cublaslt.fits)
 
     def __init__(self):
         self.seen = []
@@ -397,21 +424,28 @@ class Library:
     def codes(self):
         return self.TYPES, self.MODES
 
-    def multiply(self, a, b, out, *, dtypes, kinds, scales, fast, add=False):
+    def constants(self, device):
+        return self.CONSTANTS
+
+    def multiply(self, a, b, out, *, dtypes, kinds=("none", "none"), scales=(None, None), fast=False, add=False, factor=None):
         types = [self.TYPES[dtype] for dtype in (*dtypes, out.dtype)]
         modes = [self.MODES[kind] for kind in kinds]
         pointers = [t.data_ptr() for t in (a, b, out)]
-        self.matmul(MatmulArgs(*pointers, *a.shape[:1], *b.shape, *types, *modes, *scales, fast, add))
+        factors = (None, None) if factor is None else (factor.data_ptr(), self.CONSTANTS.data_ptr())
+        self.matmul(MatmulArgs(*pointers, *a.shape[:1], *b.shape, *types, *modes, *scales, fast, add, *factors))
         return out
 
     def matmul(self, args):
         names = ("rows_a", "rows_b", "k", "type_a", "type_b", "type_out", "mode_a", "mode_b", "fast", "add")
-        self.seen.append({name: getattr(args, name) for name in names})
+        factor = self._at(args.factor, 1, torch.float32).item() if args.factor else None
+        assert factor is None or args.constants == self.CONSTANTS.data_ptr()
+        self.seen.append({"factor": factor, **{name: getattr(args, name) for name in names}})
         a = self._read(args.a, args.type_a, args.rows_a, args.k, args.mode_a, args.scale_a)
         b = self._read(args.b, args.type_b, args.rows_b, args.k, args.mode_b, args.scale_b)
         out = self._at(args.out, args.rows_a * args.rows_b, {2: torch.bfloat16, 3: torch.float32}[args.type_out])
         out = out.view(args.rows_a, args.rows_b)
-        out.copy_((a @ b.T + out.double()) if args.add else a @ b.T)
+        made = (a @ b.T).mul_(1 if factor is None else factor)
+        out.copy_(made + out.double() if args.add else made)
 
     @staticmethod
     def _at(address, count, dtype):
@@ -419,7 +453,9 @@ class Library:
         return torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=dtype)
 
     def _read(self, address, kind, rows, k, mode, scale):
-        codes = self._at(address, rows * k, (torch.float8_e4m3fn, torch.float8_e5m2)[kind]).view(rows, k).double()
+        codes = self._at(address, rows * k, tuple(self.TYPES)[kind]).view(rows, k).double()
+        if mode == -1:
+            return codes
         blocks, tiles = -(-k // 128), -(-rows // 128)
         if mode == 2:
             scales = self._at(scale, blocks * rows, torch.float32).view(blocks, rows).T.repeat_interleave(128, 1)[:, :k]
@@ -453,3 +489,36 @@ def test_the_library_is_told_what_python_tells_it(fmt, tokens, features, monkeyp
             products = len(library.seen) // 2
             assert products == (3 if tokens else 0)
             assert library.seen[:products] == library.seen[products:]
+
+
+@pytest.fixture
+def in_bf16(monkeypatch):
+    """Has the CPU decode to bf16 what a GPU decodes to it."""
+    monkeypatch.setattr(backends.EmulatedBackend, "bf16_devices", ("cpu", "cuda"))
+    monkeypatch.setattr(cublaslt, "library", lambda: None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(24,), (1,), (5, 3), (0,)])
+@pytest.mark.parametrize("fmt", [*FORMATS[1:], *EMULATED])
+def test_operands_decoded_to_bf16_as_on_gpus(fmt, shape, dtype, in_bf16):
+    for main_grad in (None, torch.float32, torch.bfloat16):
+        for features in ((48, 32), (1, 20)):
+            assert_same(*layers(recipe_of(fmt), dtype=dtype, features=features), shape=shape, main_grad=main_grad)
+
+
+@pytest.mark.parametrize("features", [(48, 32), (200, 136), (20, 12), (44, 32)])
+@pytest.mark.parametrize("tokens", [16, 5, 1, 0])
+@pytest.mark.parametrize("fmt", [*FORMATS[1:], *EMULATED])
+def test_the_library_is_told_the_factors_that_python_tells_it(fmt, tokens, features, in_bf16, monkeypatch):
+    library = Library()
+    for module in (node, backends):
+        monkeypatch.setattr(module, "cublaslt", library)
+    for total in (None, torch.float32, torch.bfloat16):
+        for dtype in (torch.bfloat16, torch.float32):
+            library.seen.clear()
+            assert_same(*layers(recipe_of(fmt), features=features, dtype=dtype), shape=(tokens,), main_grad=total)
+            products = len(library.seen) // 2
+            assert library.seen[:products] == library.seen[products:]
+            if fmt == "nvfp4" and features == (48, 32) and tokens == 16:
+                assert products == (2 if total is torch.bfloat16 else 3)

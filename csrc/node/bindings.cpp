@@ -1,0 +1,113 @@
+// The module: how Python makes a plan, calls it, and sees the node as a `grad_fn`.
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+
+#include <map>
+#include <typeinfo>
+
+#include "linear.h"
+
+namespace mh::node {
+namespace {
+
+const LinearNode& node_of(PyObject* self) {
+  return static_cast<const LinearNode&>(*reinterpret_cast<torch::autograd::THPCppFunction*>(self)->cdata);
+}
+
+PyObject* get_needs(PyObject* self, void*) {
+  const auto& needs = node_of(self).needs;
+  return py::make_tuple(needs[0], needs[1], needs[2]).release().ptr();
+}
+
+// What is kept for backward: originals, and memory of payloads.
+PyObject* get_saved(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  const LinearNode& node = node_of(self);
+  py::list found;
+  const auto add = [&](const Tensor& t) {
+    if (t.defined()) found.append(wrap(t));
+  };
+  if (!node.released) {
+    if (node.needs[1] && !node.plan->keeps_input) add(node.x_kept.unpack());
+    if (node.needs[0] && !node.plan->keeps_weight) add(node.w_kept.unpack());
+  }
+  for (const auto& p : {node.x_col, node.w_col})
+    for (const Tensor& t : p.memory) add(t);
+  return found.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* get_call(PyObject* self, void*) {
+  return py::reinterpret_borrow<py::object>(held(node_of(self).call)).release().ptr();
+}
+
+// The type of `grad_fn` of what the node made: as autograd's own, with what lean.py asks of it.
+py::object node_type() {
+  using namespace torch::autograd;  // whose functions the macro names
+  static PyMethodDef methods[] = {
+      {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
+      {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
+      {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
+      {"name", THPCppFunction_name, METH_NOARGS, nullptr},
+      {"_sequence_nr", THPCppFunction_sequence_nr, METH_NOARGS, nullptr},
+      {nullptr, nullptr, 0, nullptr},
+  };
+  static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES,
+                                     {"needs_input_grad", get_needs, nullptr, nullptr, nullptr},
+                                     {"call", get_call, nullptr, nullptr, nullptr},
+                                     {"saved_tensors", get_saved, nullptr, nullptr, nullptr},
+                                     {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyTypeObject type;
+  _initFunctionPyTypeObject(type, "LeanLinearBackward", properties, methods);
+  registerCppFunction(typeid(LinearNode), &type);
+  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&type));
+}
+
+Side make_side(bool quantized, int axis, bool transposed, bool stateful, int element, int scale_rule, int block_m, int block_k,
+               bool pow2, float eps, bool outer_rows, bool rht) {
+  return {{static_cast<Element>(element), static_cast<ScaleRule>(scale_rule), axis, block_m, block_k, pow2, eps, outer_rows, rht,
+           false},
+          quantized, transposed, stateful};
+}
+
+Product make_product(const std::string& route, const std::string& backend, const std::array<std::array<bool, 3>, 2>& in_bf16,
+                     const std::array<int, 2>& kinds, const std::array<int, 2>& types, const std::array<int, 2>& modes,
+                     int64_t rows_a, bool fast) {
+  const std::map<std::string, Route> routes{{"high_precision", Route::high_precision}, {"decoded", Route::decoded},
+                                            {"cublaslt", Route::cublaslt}, {"python", Route::python}};
+  const std::array<Kind, 2> covered{static_cast<Kind>(kinds[0]), static_cast<Kind>(kinds[1])};
+  return {routes.at(route), backend, in_bf16, covered, types, modes, rows_a, fast};
+}
+
+std::shared_ptr<Plan> make_plan(const std::array<std::array<Side, 2>, 3>& sides, const std::array<Product, 3>& products,
+                                bool keeps_input, bool keeps_weight, bool sums, int bf16, int fp32, int no_scale,
+                                const py::capsule& casts, const py::object& matmul, int64_t workspace_bytes, py::handle python) {
+  const auto* table = matmul.is_none() ? nullptr : matmul.cast<py::capsule>().get_pointer<const Matmul>();
+  return std::make_shared<Plan>(Plan{sides, products, keeps_input, keeps_weight, sums, bf16, fp32, no_scale,
+                                     casts.get_pointer<const Casts>(), table, workspace_bytes, hold(python)});
+}
+
+}  // namespace
+}  // namespace mh::node
+
+PYBIND11_MODULE(_C_node, m) {
+  using namespace mh::node;
+  m.doc() = "The commonest linear as a node of autograd; made and called through megatron_hybrid.node.";
+  py::class_<Side>(m, "Side", py::module_local())
+      .def(py::init(&make_side), py::kw_only(), py::arg("quantized"), py::arg("axis"), py::arg("transposed") = false,
+           py::arg("stateful") = false, py::arg("element") = 0, py::arg("scale_rule") = 0, py::arg("block_m") = 0,
+           py::arg("block_k") = 0, py::arg("pow2") = false, py::arg("eps") = 0.0f, py::arg("outer_rows") = false,
+           py::arg("rht") = false);
+  py::class_<Product>(m, "Product", py::module_local())
+      .def(py::init(&make_product), py::kw_only(), py::arg("route"), py::arg("backend"),
+           py::arg("in_bf16") = std::array<std::array<bool, 3>, 2>{}, py::arg("kinds") = std::array<int, 2>{},
+           py::arg("types") = std::array<int, 2>{}, py::arg("modes") = std::array<int, 2>{}, py::arg("rows_a") = 1,
+           py::arg("fast") = false);
+  py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", py::module_local())
+      .def(py::init(&make_plan), py::kw_only(), py::arg("sides"), py::arg("products"), py::arg("keeps_input"),
+           py::arg("keeps_weight"), py::arg("sums"), py::arg("bf16"), py::arg("fp32"), py::arg("no_scale"),
+           py::arg("casts"), py::arg("matmul"), py::arg("workspace_bytes"), py::arg("python"))
+      .def("__call__", &linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("call"));
+  m.attr("LinearBackward") = node_type();
+}

@@ -1,0 +1,100 @@
+#include "casts.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace mh::node {
+namespace {
+
+int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+int64_t num_panels(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
+
+Tensor bytes_beside(const Tensor& x, int64_t size) {
+  return at::empty({size}, x.options().dtype(ScalarType::Byte).requires_grad(false));
+}
+
+// One direction of a cast: memory for it, and what the kernels are told. temporary: room for an amax that is not kept.
+QuantizeArgs arguments(const Matrix& x, Payload& out, const State& state, uint8_t* temporary, int32_t* scratch) {
+  const Side& side = *out.side;
+  float *amax = nullptr, *measured = nullptr;
+  if (side.stateful) {
+    amax = state.scale.data_ptr<float>();
+    measured = state.history.defined() ? state.history.data_ptr<float>() : nullptr;
+  } else if (side.measures()) {
+    amax = measured = side.keeps_amax() ? out.outer() : reinterpret_cast<float*>(temporary);
+  }
+  return {side.spec, x, {out.codes(), side.transposed, out.scale(), amax}, side.stateful, nullptr, nullptr, nullptr, measured,
+          measured ? scratch : nullptr};
+}
+
+Payload unwritten(const Side& side, const Tensor& x) {
+  Payload p;
+  p.side = &side, p.m = x.size(0), p.k = x.size(1), p.dtype = x.scalar_type();
+  if (!side.quantized) {
+    p.memory[0] = x;
+    return p;
+  }
+  p.own = true;
+  p.scale_at = aligned(side.stored_rows(p.m, p.k) * side.pitch(p.m, p.k));
+  const int64_t end = p.scale_at + side.scale_bytes(p.m, p.k);
+  p.outer_at = aligned(end);
+  p.memory[0] = bytes_beside(x, side.keeps_amax() ? p.outer_at + p.amaxes() * 4 : end);
+  return p;
+}
+
+}  // namespace
+
+Tensor as_matrix(const Tensor& x) {
+  if (x.dim() == 2) return x;
+  int64_t rows = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
+  return x.reshape({rows, x.size(-1)});
+}
+
+Where where(const at::Device& device) {
+  if (device.is_cpu()) return {0, at::get_num_threads()};
+  const auto stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+  return {reinterpret_cast<uintptr_t>(stream.native_handle()), device.index()};
+}
+
+Tensor sum_parts(const Tensor& x) {
+  return at::empty({num_panels(x.size(0)), x.size(1)}, x.options().dtype(ScalarType::Float).requires_grad(false));
+}
+
+Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const States& states,
+          const Tensor& sums) {
+  const bool wanted[] = {rowwise, columnwise};
+  Pair made;
+  int64_t needed[3] = {};  // bytes that live until the cast has run: amaxes of both directions, working memory of the row's
+  bool casts = sums.defined();
+  for (int d = 0; d < 2; ++d) {
+    if (!wanted[d]) continue;
+    const Side& side = plan.sides[operand][d];
+    made[d] = unwritten(side, x);
+    if (!side.quantized) continue;
+    casts = true;
+    const bool measures = side.measures() && !side.stateful;
+    if (measures && !side.keeps_amax()) needed[d] = aligned(made[d].amaxes() * 4);
+    if (measures && d == 0 && side.spec.outer_rows && x.is_cuda()) needed[2] = num_panels(x.size(0)) * 4;
+  }
+  if (!casts) return made;
+  Tensor memory;
+  if (const int64_t bytes = needed[0] + needed[1] + needed[2]; bytes) memory = bytes_beside(x, bytes);
+  uint8_t* temporary = memory.defined() ? static_cast<uint8_t*>(memory.data_ptr()) : nullptr;
+  PairArgs args{};
+  args.sums = sums.defined() ? sums.data_ptr<float>() : nullptr;
+  args.row.x = Matrix{x.data_ptr(), dtype_code(x.scalar_type()), x.size(0), x.size(1), x.stride(0), x.stride(1)};
+  const Matrix matrix = args.row.x;
+  for (int d = 0; d < 2; ++d) {
+    if (!wanted[d] || !made[d].side->quantized) continue;
+    auto* scratch = d == 0 && needed[2] ? reinterpret_cast<int32_t*>(temporary + needed[0] + needed[1]) : nullptr;
+    (d ? args.col : args.row) = arguments(matrix, made[d], states[operand][d], temporary + (d ? needed[0] : 0), scratch);
+    (d ? args.has_col : args.has_row) = true;
+  }
+  plan.casts->quantize(args, where(x.device()));
+  return made;
+}
+
+}  // namespace mh::node

@@ -1,0 +1,27 @@
+// The casts of lean.py: memory for payloads, and one call of the other extension's kernels.
+#pragma once
+
+#include "plan.h"
+
+namespace mh::node {
+
+// What delayed scaling reads and writes of one direction.
+struct State {
+  Tensor scale, history;
+};
+using States = std::array<std::array<State, 2>, 3>;
+
+// x (..., K) as (M, K).
+Tensor as_matrix(const Tensor& x);
+
+// The device's current stream, or torch's threads.
+Where where(const at::Device& device);
+
+// FP32 memory for the sums over M that a cast of x (M, K) can take on its way.
+Tensor sum_parts(const Tensor& x);
+
+// `OperandCast` of lean.py, x (M, K). sums: undefined, or `sum_parts`.
+Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const States& states,
+          const Tensor& sums = {});
+
+}  // namespace mh::node

@@ -1,0 +1,57 @@
+// The linear of megatron_hybrid/lean.py as a node of autograd's own, with no Python on the way back.
+//
+//   fprop   y  = x  @ w.T     input.rowwise           weight.rowwise
+//   dgrad   dx = dy @ w       grad_output.rowwise     weight.columnwise
+//   wgrad   dw = dy.T @ x     grad_output.columnwise  input.columnwise
+//
+// Casts and GEMMs are those of the other extensions, whose functions come in capsules (entry.h); what each operand is cast
+// to and which GEMM multiplies it is told once, as a `Plan`. megatron_hybrid/node.py makes it and holds what is left to Python.
+#pragma once
+
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+
+#include <memory>
+
+#include "python.h"
+
+namespace mh::node {
+
+using torch::autograd::SavedVariable;
+using torch::autograd::variable_list;
+
+struct LinearNode : torch::autograd::Node {
+  std::shared_ptr<const Plan> plan;
+  Held call;
+  States states;
+  std::array<bool, 3> needs;
+  Tensor weight;
+  c10::DimVector shape;
+  ScalarType dtype;
+  SavedVariable x_kept, w_kept;  // the originals, where backward casts them
+  Payload x_col, w_col;          // else what it reads of them
+  bool released = false;
+
+  LinearNode(std::shared_ptr<const Plan> plan, py::handle call) : plan(std::move(plan)), call(hold(call)) {}
+
+  std::string name() const override { return "LeanLinearBackward"; }
+
+  void release_variables() override {
+    const std::lock_guard<std::mutex> locked(mutex_);
+    x_kept.reset_data(), w_kept.reset_data();
+    x_col = {}, w_col = {}, states = {};
+    released = true;
+  }
+
+  // A product by the node or by Python.
+  Tensor run(Gemm gemm, const Payload& a, const Payload& b, ScalarType dtype, const Tensor& total = {}) const;
+  Pair cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& sums) const;
+  bool look_at_weight() const;
+  variable_list backward(const Tensor& dy);
+  variable_list apply(variable_list&& grads) override;
+};
+
+// y = x @ w.T + b, or None: Python's linear is the one for this call. x (..., K), w (N, K).
+py::object linear(const std::shared_ptr<Plan>& plan, py::handle x, py::handle w, py::handle b, py::handle call);
+
+}  // namespace mh::node

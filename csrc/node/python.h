@@ -1,0 +1,37 @@
+// What is asked of Python: tensors and payloads to and from its objects, and what megatron_hybrid/node.py owns.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "casts.h"
+
+namespace py = pybind11;
+
+namespace mh::node {
+
+// A reference that may be dropped without the GIL.
+using Held = c10::SafePyObject;
+
+Held hold(py::handle object);
+py::handle held(const Held& object);
+
+py::object wrap(const Tensor& t);  // None: undefined
+Tensor unwrap(py::handle object);
+
+// ---- with the GIL
+
+Pair cached_weight(const Plan& plan, py::handle call, py::handle weight, bool columnwise);
+States states_of(const Plan& plan, py::handle call);
+void count(py::handle call, const Plan& plan, Gemm gemm);
+
+// ---- without it
+
+Pair payloads_of(const Plan& plan, const Held& call, const Tensor& dy, bool rowwise, bool columnwise);
+Tensor product(const Plan& plan, const Held& call, Gemm gemm, const Payload& a, const Payload& b, ScalarType dtype,
+               const Tensor& total);
+Tensor main_grad(const Plan& plan, const Tensor& weight);
+Tensor placeholder_gradient(const Plan& plan, const Tensor& weight);
+void* workspace(const Plan& plan, const Where& at);         // a stream's working memory for cuBLASLt
+const float* constants(const Plan& plan, const Where& at);  // 0 and 1 in a device's memory; null where they cannot be made now
+
+}  // namespace mh::node
