@@ -18,6 +18,7 @@ from .formats import COLUMNWISE, DIRECTIONS, ELEMENTS, ROWWISE, Format
 _MODULES = {"cpu": "megatron_hybrid._C", "cuda": "megatron_hybrid._C_cuda"}
 SOURCE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 _SCALE_RULES = {"none": 0, "fp32": 1, "e8m0": 2, "e4m3_amax": 3}
 
 
@@ -90,8 +91,10 @@ def _matrix(x: torch.Tensor) -> tuple:
 
 
 def traced(t: torch.Tensor) -> bool:
-    """True under torch.compile, export, and for fake, functional or meta tensors: the call must be an operator."""
-    return torch.compiler.is_compiling() or type(t) not in _PLAIN or t.is_meta
+    """True under torch.compile, export, make_fx, and for fake, functional or meta tensors: the call must be an operator."""
+    if torch.compiler.is_compiling() or type(t) not in _PLAIN or t.is_meta:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0 and any(torch._C._get_dispatch_mode(k) is not None for k in _TRACERS)
 
 
 def _operators():

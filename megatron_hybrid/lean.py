@@ -86,6 +86,7 @@ class OperandCast:
     """`HybridQuantizer.cast` of one operand of a plan."""
 
     def __init__(self, quantizer: HybridQuantizer, transposed: bool, device_type: str):
+        self.quantizer, self.transposed = quantizer, transposed
         self.row = SideCast(quantizer.rowwise, ROWWISE, False, device_type)
         self.col = SideCast(quantizer.columnwise, COLUMNWISE, transposed, device_type)
 
@@ -99,6 +100,9 @@ class OperandCast:
 
         amaxes: those known, contiguous. sums, computed: see `kernels.cast_directions`.
         """
+        if kernels.traced(x):  # where autograd has it that was not in forward: kernels are operators
+            known = dict(state=states, amax=amaxes, transposed=self.transposed)
+            return self.quantizer.cast(x, rowwise=rowwise, columnwise=columnwise, **known)
         row = col = rows = cols = alive_row = alive_col = None
         if rowwise:
             row, rows, alive_row = self.row.made(x, states, amaxes[0])
@@ -223,26 +227,36 @@ class LeanLinear(torch.autograd.Function):
 
 
 def _backward(ctx, dy):
-    call, weight, needs = ctx.call, ctx.weight, ctx.needs_input_grad
-    plan, lean, states = call.plan, call.plan.lean, call.state or {}
     x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
+    return *gradients(ctx.call, ctx.needs_input_grad, x_kept, w_kept, dy, ctx.weight, ctx.dtype, ctx.shape), None
+
+
+def gradients(call, needs, x_kept, w_kept, dy, weight, dtype, shape):
+    """(dx, dw, db), None where `needs` has it that nobody asks.
+
+    x_kept, w_kept: the columnwise payload of input or weight, or what backward casts to it; dtype, shape: of the input.
+    """
+    plan, lean, states = call.plan, call.plan.lean, call.state or {}
     dx = dw = db = sums = None
     dy2d = dy if dy.dim() == 2 else as_matrix(dy)
-    if needs[2] and lean.sums and type(dy) is not HybridTensor:
+    summed = needs[2] and lean.sums and type(dy) is not HybridTensor
+    if summed and not kernels.traced(dy2d):
         sums = kernels.sum_parts(dy2d)
     dy_row, dy_col = lean.cast_gradient(dy2d, needs[0], needs[1], call, sums)
     if needs[0]:
         w_col = w_kept if lean.keeps_weight else lean.weight(w_kept, False, True, states.get("weight"))[1]
-        dx = plan.run("dgrad", dy_row, w_col, ctx.dtype)
-        dx = dx if len(ctx.shape) == 2 else dx.view(ctx.shape)
+        dx = plan.run("dgrad", dy_row, w_col, dtype)
+        dx = dx if len(shape) == 2 else dx.view(shape)
     if needs[1]:
         x_col = x_kept if lean.keeps_input else lean.input(as_matrix(x_kept), False, True, states.get("input"))[1]
         total = main_grad(weight)
         dw = plan.run("wgrad", dy_col, x_col, weight.dtype, total)
         dw = dw if total is None else placeholder_gradient(weight)
-    if needs[2]:
-        db = dy2d.sum(dim=0) if sums is None else sums.sum(dim=0).to(dy.dtype)
-    return dx, dw, db, None
+    if needs[2] and sums is not None:
+        db = sums.sum(dim=0).to(dy.dtype)
+    elif needs[2]:
+        db = kernels.column_sums(dy2d) if summed else dy2d.sum(dim=0)
+    return dx, dw, db
 
 
 _backward_once = once_differentiable(_backward)

@@ -301,7 +301,7 @@ def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
     `torch.compile(fullgraph=True)` traces it, forward and backward, with eager's bits; casts, roundings and the sum
     into `main_grad` stay opaque operators. Compiled code neither uses the weight cache nor counts in `plan.calls`.
     """
-    if not torch.compiler.is_compiling() and runs_lean(x, weight, call):
+    if not kernels.traced(x) and runs_lean(x, weight, call):
         return lean_linear(x, weight, bias, call)
     if not torch.is_grad_enabled():
         return forward(x, weight, bias, call, keep_input=False, keep_weight=False)[0]

@@ -22,6 +22,7 @@ from .quantizer import as_matrix
 from .saved import main_grad, placeholder_gradient  # noqa: F401  which the node calls
 from .storage import QuantizedStorage
 from .storage_layout import relayout
+from .tensor import HybridTensor
 
 _KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
 _NO_TYPES, _NO_MODES = {torch.bfloat16: 0, torch.float32: 0}, {"none": 0}  # of a plan that does not ask cuBLASLt
@@ -115,6 +116,23 @@ def cached(call, weight: torch.Tensor, columnwise: bool):
     lean = call.plan.lean
     both = lean.cast_weight(weight, columnwise, call, None if call.state is None else call.state["weight"])
     return _parts(both[0], lean.weight.row), _parts(both[1], lean.weight.col)
+
+
+def has_memory(dy: torch.Tensor) -> bool:
+    """Whether a gradient of a subclass is one whose payloads kernels can read."""
+    if type(dy) is not HybridTensor:
+        return False
+    held = dy.rowwise or dy.columnwise
+    return held is not None and not kernels.traced(held.qdata)
+
+
+def gradients(call, needs: tuple, x, w, dy: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, shape: tuple) -> tuple:
+    """`lean.gradients`, where dy has no memory or a graph is made of operators. x, w: payloads of the node, tensors or None."""
+    from .lean import gradients as by_operators
+
+    lean = call.plan.lean
+    kept = (cast.col.payload(*k) if isinstance(k, tuple) else k for cast, k in ((lean.input, x), (lean.weight, w)))
+    return by_operators(call, needs, *kept, dy, weight, dtype, shape)
 
 
 def payloads_of(call, dy: torch.Tensor, rowwise: bool, columnwise: bool):

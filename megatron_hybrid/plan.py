@@ -53,7 +53,9 @@ class GemmStep:
         object.__setattr__(self, "multiply", self.backend.prepare(self.pair))
         object.__setattr__(self, "directions", tuple(direction for _, direction in OPERANDS[self.pair.gemm]))
         object.__setattr__(self, "counted_as", (self.pair.gemm, self.backend.name))
-        object.__setattr__(self, "shielded", self.pair.device.type if self.pair.is_quantized else None)
+        device = self.pair.device.type
+        shielded = self.pair.is_quantized and torch.amp.is_autocast_available(device)
+        object.__setattr__(self, "shielded", device if shielded else None)
 
     @property
     def native(self) -> bool:

@@ -114,7 +114,7 @@ class HybridQuantizer:
                 check_call(fmt, d, s, rng)
         row = col = None
         if need_row and columnwise and self._casts_at_once(x, x.dtype, amax, rng, reduce_amax):
-            empty = dict(shape=tuple(x.shape), dtype=x.dtype, device=x.device)
+            empty = dict(shape=tuple(x.shape), dtype=x.dtype, device=x.device, like=x)
             row = QuantizedStorage.empty(self.rowwise, ROWWISE, **empty)
             col = QuantizedStorage.empty(self.columnwise, COLUMNWISE, **empty, transposed=transposed)
             cast_pair(row, col, x, amax=amax, state=state, rng=rng, derived=self.derives_columnwise)

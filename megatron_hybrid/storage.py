@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,17 +45,19 @@ class QuantizedStorage:
     BUFFERS = ("qdata", "scale", "outer_amax")
 
     @staticmethod
-    def empty(fmt: Format, direction: str, shape, dtype, device, *, transposed=False) -> QuantizedStorage:
-        """Unwritten payload for a cast to fill; high precision gets a tensor of `dtype`."""
+    def empty(fmt: Format, direction: str, shape, dtype, device, *, transposed=False, like=None) -> QuantizedStorage:
+        """Unwritten payload for a cast to fill; high precision gets a tensor of `dtype`.
+
+        like: a tensor of that device; where it is fake, so are the payload's, in its mode or out of it.
+        """
+        make = functools.partial(torch.empty if like is None else like.new_empty, device=device)
         M, K = shape
         if not fmt.is_quantized:
-            return QuantizedStorage(fmt, direction, (M, K), dtype, False, torch.empty(M, K, dtype=dtype, device=device))
+            return QuantizedStorage(fmt, direction, (M, K), dtype, False, make((M, K), dtype=dtype))
         rows, last = (K, M) if transposed else (M, K)
-        qdata = torch.empty(rows, fmt.packed(last), dtype=torch.uint8, device=device)
-        scale = torch.empty(fmt.scale_shape(M, K, direction), dtype=SCALE_DTYPES[fmt.scale], device=device)
-        outer = None
-        if fmt.keeps_amax:
-            outer = torch.empty(fmt.amax_shape(M, K, direction), dtype=torch.float32, device=device)
+        qdata = make((rows, fmt.packed(last)), dtype=torch.uint8)
+        scale = make(fmt.scale_shape(M, K, direction), dtype=SCALE_DTYPES[fmt.scale])
+        outer = make(fmt.amax_shape(M, K, direction), dtype=torch.float32) if fmt.keeps_amax else None
         return QuantizedStorage(fmt, direction, (M, K), dtype, transposed, qdata, scale, outer)
 
     @classmethod
@@ -131,7 +134,7 @@ class QuantizedStorage:
         """Decode to a contiguous (M, K) tensor; FP32 arithmetic, then one rounding to `dtype`."""
         if not self.format.is_quantized:
             return self.qdata.to(dtype)
-        return self.decode(torch.empty(self.shape, dtype=dtype, device=self.device))
+        return self.decode(self.qdata.new_empty(self.shape, dtype=dtype))
 
     def decode(self, out: torch.Tensor, *, outer: bool = True, inverse_rht: bool = True) -> torch.Tensor:
         """Decode into `out`, a strided (M, K) tensor; see `kernels.dequantize` for the two switches."""
@@ -155,7 +158,7 @@ class QuantizedStorage:
         if not self.format.is_quantized:
             x = self.qdata.to(dtype)
             return x if self.direction == ROWWISE else x.T
-        out = torch.empty(self.operand_shape, dtype=dtype, device=self.device)
+        out = self.qdata.new_empty(self.operand_shape, dtype=dtype)
         self.decode(out if self.direction == ROWWISE else out.T, outer=outer, inverse_rht=False)
         return out
 
@@ -185,7 +188,7 @@ def cast(
     dtype = dtype or x.dtype
     if not fmt.is_quantized:
         return high_precision_storage(x, fmt, direction, dtype)
-    out = QuantizedStorage.empty(fmt, direction, tuple(x.shape), dtype, x.device, transposed=transposed)
+    out = QuantizedStorage.empty(fmt, direction, tuple(x.shape), dtype, x.device, transposed=transposed, like=x)
     cast_into(out, x, amax=amax, reduce_amax=reduce_amax, state=state, rng=rng, noop=noop)
     return out
 
@@ -248,7 +251,7 @@ def _side(out: QuantizedStorage, amax, state, noop, copies: list) -> kernels.Sid
         _keep_amax(out, amax, noop)
     elif shape is not None:
         kept = out.outer_amax
-        outer = measured = torch.empty(shape, dtype=torch.float32, device=out.device) if kept is None else whole(kept)
+        outer = measured = out.qdata.new_empty(shape, dtype=torch.float32) if kept is None else whole(kept)
     return kernels.Side(fmt, whole(out.qdata), whole(out.scale), outer, out.transposed, fmt.is_stateful, measured)
 
 

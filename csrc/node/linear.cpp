@@ -39,9 +39,40 @@ bool LinearNode::look_at_weight() const {
   return py::hasattr(w, "main_grad") || py::hasattr(w, "take_main_grad");
 }
 
+namespace {
+
+// Whether tensors that are made now have memory, and nobody makes a graph of what runs; kernels.py's `traced`.
+bool makes_memory() {
+  using Key = c10::impl::TorchDispatchModeKey;
+  if (!c10::impl::dispatch_mode_enabled()) return true;
+  for (const Key key : {Key::FAKE, Key::PROXY, Key::FUNCTIONAL})
+    if (c10::impl::TorchDispatchModeTLS::get_mode(key).has_value()) return false;
+  return true;
+}
+
+bool readable(const Plan& plan, const Tensor& dy) {
+  if (dy.key_set().has(c10::DispatchKey::Python)) return has_memory(plan, dy);
+  return !dy.is_meta() && dy.has_storage();
+}
+
+}  // namespace
+
+variable_list LinearNode::backward_by_python(const Tensor& dy) {
+  py::gil_scoped_acquire gil;
+  py::object x = py::none(), w = py::none();
+  if (needs[1]) x = plan->keeps_input ? py::object(described(x_col)) : wrap(x_kept.unpack());
+  if (needs[0]) w = plan->keeps_weight ? py::object(described(w_col)) : wrap(w_kept.unpack());
+  py::tuple sizes(shape.size());
+  for (size_t d = 0; d < shape.size(); ++d) sizes[d] = shape[d];
+  const py::tuple made = ask(*plan, "gradients")(held(call), py::make_tuple(needs[0], needs[1], needs[2]), x, w, wrap(dy),
+                                                 wrap(weight), dtype_object(dtype), sizes);
+  return {unwrap(made[0]), unwrap(made[1]), unwrap(made[2])};
+}
+
 variable_list LinearNode::backward(const Tensor& dy) {
   const std::lock_guard<std::mutex> locked(mutex_);
   TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
+  if (!makes_memory() || !readable(*plan, dy)) return backward_by_python(dy);
   const c10::DeviceGuard on(dy.device());
   const Tensor dy2d = as_matrix(dy);
   const bool told = look_at_weight();

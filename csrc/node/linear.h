@@ -48,6 +48,7 @@ struct LinearNode : torch::autograd::Node {
   Pair cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& sums) const;
   bool look_at_weight() const;
   variable_list backward(const Tensor& dy);
+  variable_list backward_by_python(const Tensor& dy);
   variable_list apply(variable_list&& grads) override;
 };
 

@@ -10,16 +10,6 @@
 namespace mh::node {
 namespace {
 
-py::object dtype_object(ScalarType dtype) {
-  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
-}
-
-// (M, K, dtype of what was cast, its three tensors)
-py::tuple described(const Payload& p) {
-  const auto t = p.tensors();
-  return py::make_tuple(p.m, p.k, dtype_object(p.dtype), wrap(t[0]), wrap(t[1]), wrap(t[2]));
-}
-
 // A payload that Python holds, as `described`, or None.
 Payload imported(const Side& side, py::handle found) {
   Payload p;
@@ -39,8 +29,6 @@ Pair imported(const Plan& plan, Operand operand, const py::object& both) {
   return {imported(plan.sides[operand][0], t[0]), imported(plan.sides[operand][1], t[1])};
 }
 
-py::object ask(const Plan& plan, const char* name) { return held(plan.python).attr(name); }
-
 }  // namespace
 
 Held hold(py::handle object) { return {py::reinterpret_borrow<py::object>(object).release().ptr(), getPyInterpreter()}; }
@@ -52,6 +40,17 @@ py::object wrap(const Tensor& t) {
 }
 
 Tensor unwrap(py::handle object) { return object.is_none() ? Tensor() : THPVariable_Unpack(object.ptr()); }
+
+py::object dtype_object(ScalarType dtype) {
+  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype)));
+}
+
+py::object ask(const Plan& plan, const char* name) { return held(plan.python).attr(name); }
+
+py::tuple described(const Payload& p) {
+  const auto t = p.tensors();
+  return py::make_tuple(p.m, p.k, dtype_object(p.dtype), wrap(t[0]), wrap(t[1]), wrap(t[2]));
+}
 
 Pair cached_weight(const Plan& plan, py::handle call, py::handle weight, bool columnwise) {
   return imported(plan, kWeight, ask(plan, "cached")(call, weight, columnwise));
@@ -72,6 +71,11 @@ States states_of(const Plan& plan, py::handle call) {
 void count(py::handle call, const Plan& plan, Gemm gemm) {
   const py::object key = py::make_tuple(kGemms[gemm], plan.products[gemm].backend), calls = call.attr("plan").attr("calls");
   calls[key] = py::object(calls[key]) + py::int_(1);
+}
+
+bool has_memory(const Plan& plan, const Tensor& dy) {
+  py::gil_scoped_acquire gil;
+  return ask(plan, "has_memory")(wrap(dy)).cast<bool>();
 }
 
 Pair payloads_of(const Plan& plan, const Held& call, const Tensor& dy, bool rowwise, bool columnwise) {

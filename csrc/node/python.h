@@ -18,14 +18,19 @@ py::handle held(const Held& object);
 py::object wrap(const Tensor& t);  // None: undefined
 Tensor unwrap(py::handle object);
 
+py::object dtype_object(ScalarType dtype);
+
 // ---- with the GIL
 
+py::object ask(const Plan& plan, const char* name);  // a function of megatron_hybrid/node.py
+py::tuple described(const Payload& p);               // (M, K, dtype of what was cast, codes, scales, amaxes)
 Pair cached_weight(const Plan& plan, py::handle call, py::handle weight, bool columnwise);
 States states_of(const Plan& plan, py::handle call);
 void count(py::handle call, const Plan& plan, Gemm gemm);
 
 // ---- without it
 
+bool has_memory(const Plan& plan, const Tensor& dy);  // a gradient of a subclass
 Pair payloads_of(const Plan& plan, const Held& call, const Tensor& dy, bool rowwise, bool columnwise);
 Tensor product(const Plan& plan, const Held& call, Gemm gemm, const Payload& a, const Payload& b, ScalarType dtype,
                const Tensor& total);

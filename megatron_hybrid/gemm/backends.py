@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .. import kernels
 from ..formats import Format
-from ..kernels import SOURCE_CODES
 from ..storage import QuantizedStorage
 from . import cublaslt
 from .backend import Alignment, GemmPair, finish
@@ -57,7 +57,7 @@ class _Prepared:
     def in_bf16(self) -> list[list[bool]]:
         """`decodes_to_bf16` of A and B, by the dtypes that kernels cast."""
         decodes, device = self.backend.decodes_to_bf16, self.pair.device.type
-        return [[decodes(fmt, dtype, device) for dtype in SOURCE_CODES] for fmt in (self.pair.a, self.pair.b)]
+        return [[decodes(fmt, dtype, device) for dtype in kernels.SOURCE_CODES] for fmt in (self.pair.a, self.pair.b)]
 
     def __call__(self, a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
         return self.backend.run(a, b, self.pair, out_dtype, accumulate_into)
@@ -160,7 +160,7 @@ def _one_factor(rows, columns) -> torch.Tensor | None:
 
 
 def _direct(x, w, accumulate_into) -> bool:
-    if torch.compiler.is_compiling() or not cublaslt.takes(x, w):
+    if kernels.traced(x) or not cublaslt.takes(x, w):
         return False
     return accumulate_into is None or (accumulate_into.dtype == torch.float32 and accumulate_into.is_contiguous())
 
@@ -189,7 +189,7 @@ def _scale_into(out, rows, columns, out_dtype, accumulate_into) -> torch.Tensor:
         out *= first
     if accumulate_into is not None:
         return accumulate_into.addcmul_(out, last)
-    return torch.mul(out, last, out=torch.empty(out.shape, dtype=out_dtype, device=out.device))
+    return torch.mul(out, last, out=out.new_empty(out.shape, dtype=out_dtype))
 
 
 def _scales_outside(fmt: Format) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from .. import kernels
 from ..formats import COLUMNWISE, ROWWISE, Format
 from ..storage import FP8_DTYPES, QuantizedStorage
 from ..turn import turned
@@ -97,7 +98,7 @@ class ScaledMm:
         (rows_a, contraction), rows_b = qa.shape, qb.shape[0]
         dtype = out_dtype if accumulate_into is None else torch.float32
         if 0 in (rows_a, rows_b, contraction):
-            out = torch.zeros(rows_a, rows_b, dtype=dtype, device=qa.device)
+            out = qa.new_zeros((rows_a, rows_b), dtype=dtype)
             return finish(out, out_dtype, accumulate_into)
         # torch's rule for the shapes of traced calls knows whole blocks only
         unit = _BLOCK if self.kind_a == BLOCK and torch.compiler.is_compiling() else _ALIGN
@@ -105,7 +106,7 @@ class ScaledMm:
         if pad_a or pad_b or pad_c:
             qa, qb = F.pad(qa, (0, pad_c, 0, pad_a)), F.pad(qb, (0, pad_c, 0, pad_b))
         scale_a, scale_b = _scale_a(self.kind_a, a, pad_a), _scale_b(self.kind_b, b, pad_b)
-        if self.direct and not torch.compiler.is_compiling() and qa.device.index == torch.cuda.current_device():
+        if self.direct and not kernels.traced(qa) and qa.device.index == torch.cuda.current_device():
             return self._direct(qa, qb, scale_a, scale_b, rows_a, rows_b, out_dtype, accumulate_into)
         out = self._multiply(qa.view(self.dtype_a), qb.view(self.dtype_b).t(), scale_a, scale_b, dtype)
         if pad_a or pad_b:

@@ -385,6 +385,25 @@ def test_a_gradient_that_was_cast_before(fmt, frozen, device):
         assert a is b is None or torch.equal(a, b)
 
 
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "nvfp4"])
+def test_a_gradient_that_is_a_piece_of_one_that_was_cast(fmt, device):
+    """Its payloads are strided views."""
+    found = []
+    for python in (False, True):
+        layer = one(fmt, device, bias=False)
+        if python:
+            without_node(layer)
+        x = randn(32, 48).to(device).requires_grad_()
+        y = layer(x)
+        wide = torch.cat([randn(32, 32, seed=1), randn(32, 32, seed=2)], dim=1).to(device)
+        row, col = layer.plan.quantizers["grad_output"].cast(wide, transposed=True)
+        dy = HybridTensor.from_storages(row, col, wide.shape, wide.dtype, layer.plan.quantizers["grad_output"])[:, 32:]
+        assert not dy.rowwise.qdata.is_contiguous()
+        y.backward(dy)
+        found.append([x.grad, layer.weight.grad])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
 # ---- what the node hands to cuBLASLt, without a GPU: a library that multiplies what it is pointed to
 
 
