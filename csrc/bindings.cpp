@@ -7,6 +7,7 @@
 
 #include "backend.h"
 #include "cpu/dispatch.h"
+#include "interface.h"
 
 namespace py = pybind11;
 namespace backend = mh::MH_BACKEND;
@@ -253,6 +254,7 @@ PYBIND11_MODULE(MH_MODULE, m) {
         py::arg(kWhereArg));
   m.attr("PANEL_ROWS") = mh::kPanelRows;
   static const mh::Casts casts{&backend::quantize, &backend::dequantize, &backend::outer_scale};
+  m.attr("INTERFACE") = mh::kInterface;
   m.attr("CASTS") = py::capsule(&casts, mh::kCastsCapsule);
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),
         py::arg("K"), py::arg("stride_m"), py::arg("stride_k"), py::arg("derived"), py::arg("sums"), py::arg("gate"),

@@ -24,26 +24,34 @@ from .storage import QuantizedStorage
 from .storage_layout import relayout
 from .tensor import HybridTensor
 
+_INTERFACE = 2  # csrc/interface.h
 _KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
 _NO_TYPES, _NO_MODES = {torch.bfloat16: 0, torch.float32: 0}, {"none": 0}  # of a plan that does not ask cuBLASLt
 
 
 @functools.lru_cache(maxsize=None)
 def library():
-    """The extension; None where it is not built, or for another torch."""
+    """The extension; None where it is not built, for another torch, or of another time than this file."""
     try:
-        return importlib.import_module("megatron_hybrid._C_node")
+        module = importlib.import_module("megatron_hybrid._C_node")
     except ImportError:
         return None
+    return module if _fits(module) else None
+
+
+def _fits(module) -> bool:
+    return getattr(module, "INTERFACE", None) == _INTERFACE
 
 
 @functools.lru_cache(maxsize=None)
 def serves(device_type: str) -> bool:
-    """Whether linears on such devices can run by the node: it is there, and so are the kernels that it launches."""
+    """Whether linears on such devices can run by the node: it is there, and what it calls is there and of the same build."""
     try:
-        return library() is not None and kernels.extension(device_type) is not None
+        casts = kernels.extension(device_type)
     except RuntimeError:
         return False
+    products = cublaslt.library() if device_type == "cuda" else None
+    return library() is not None and _fits(casts) and (products is None or _fits(products))
 
 
 class NodePlan:

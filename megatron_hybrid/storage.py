@@ -50,7 +50,7 @@ class QuantizedStorage:
 
         like: a tensor of that device; where it is fake, so are the payload's, in its mode or out of it.
         """
-        make = functools.partial(torch.empty if like is None else like.new_empty, device=device)
+        make = functools.partial(torch.empty, device=device) if like is None else functools.partial(_beside, like)
         M, K = shape
         if not fmt.is_quantized:
             return QuantizedStorage(fmt, direction, (M, K), dtype, False, make((M, K), dtype=dtype))
@@ -134,7 +134,7 @@ class QuantizedStorage:
         """Decode to a contiguous (M, K) tensor; FP32 arithmetic, then one rounding to `dtype`."""
         if not self.format.is_quantized:
             return self.qdata.to(dtype)
-        return self.decode(self.qdata.new_empty(self.shape, dtype=dtype))
+        return self.decode(_beside(self.qdata, self.shape, dtype=dtype))
 
     def decode(self, out: torch.Tensor, *, outer: bool = True, inverse_rht: bool = True) -> torch.Tensor:
         """Decode into `out`, a strided (M, K) tensor; see `kernels.dequantize` for the two switches."""
@@ -158,9 +158,16 @@ class QuantizedStorage:
         if not self.format.is_quantized:
             x = self.qdata.to(dtype)
             return x if self.direction == ROWWISE else x.T
-        out = self.qdata.new_empty(self.operand_shape, dtype=dtype)
+        out = _beside(self.qdata, self.operand_shape, dtype=dtype)
         self.decode(out if self.direction == ROWWISE else out.T, outer=outer, inverse_rht=False)
         return out
+
+
+def _beside(t: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor:
+    """Unwritten memory on the device of a tensor, fake where that is; Dynamo does not take this of a subclass's inner tensors."""
+    if torch.compiler.is_compiling():
+        return torch.empty(shape, dtype=dtype, device=t.device)
+    return t.new_empty(shape, dtype=dtype)
 
 
 def high_precision_storage(x: torch.Tensor, fmt: Format, direction: str, dtype: torch.dtype) -> QuantizedStorage:
@@ -251,7 +258,7 @@ def _side(out: QuantizedStorage, amax, state, noop, copies: list) -> kernels.Sid
         _keep_amax(out, amax, noop)
     elif shape is not None:
         kept = out.outer_amax
-        outer = measured = out.qdata.new_empty(shape, dtype=torch.float32) if kept is None else whole(kept)
+        outer = measured = _beside(out.qdata, shape, dtype=torch.float32) if kept is None else whole(kept)
     return kernels.Side(fmt, whole(out.qdata), whole(out.scale), outer, out.transposed, fmt.is_stateful, measured)
 
 

@@ -15,6 +15,7 @@
 #include <string>
 
 #include "../entry.h"
+#include "../interface.h"
 
 namespace py = pybind11;
 
@@ -205,6 +206,7 @@ PYBIND11_MODULE(_C_lt, m) {
         py::arg("scale_b"), py::arg("fast"), py::arg("add"), py::arg("factor"), py::arg("constants"), py::arg("workspace"),
         py::arg("workspace_bytes"), py::arg("stream"), py::arg("device"));
   static const mh::Matmul table{&run};
+  m.attr("INTERFACE") = mh::kInterface;
   m.attr("MATMUL") = py::capsule(&table, mh::kMatmulCapsule);
   m.attr("TYPES") = py::dict(py::arg("e4m3") = static_cast<int>(CUDA_R_8F_E4M3), py::arg("e5m2") = static_cast<int>(CUDA_R_8F_E5M2),
                              py::arg("bf16") = static_cast<int>(CUDA_R_16BF), py::arg("fp32") = static_cast<int>(CUDA_R_32F));

@@ -6,6 +6,7 @@
 #include <map>
 #include <typeinfo>
 
+#include "../interface.h"
 #include "linear.h"
 
 namespace mh::node {
@@ -109,5 +110,6 @@ PYBIND11_MODULE(_C_node, m) {
            py::arg("keeps_weight"), py::arg("sums"), py::arg("bf16"), py::arg("fp32"), py::arg("no_scale"),
            py::arg("casts"), py::arg("matmul"), py::arg("workspace_bytes"), py::arg("python"))
       .def("__call__", &linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("call"));
+  m.attr("INTERFACE") = mh::kInterface;
   m.attr("LinearBackward") = node_type();
 }

@@ -13,7 +13,7 @@ import torch
 from linear_cases import EVERY, STOCHASTIC, over_steps, randn, recipe
 
 import megatron_hybrid as mh
-from megatron_hybrid import lean, node
+from megatron_hybrid import kernels, lean, node
 from megatron_hybrid.gemm import backends, cublaslt, scaled_mm
 from megatron_hybrid.tensor import HybridTensor
 
@@ -287,6 +287,19 @@ def test_devices_without_kernels_have_no_node():
     assert not by_node(y) and layer.plan.lean.node is None
     y.sum().backward()
     assert layer.weight.grad.shape == (32, 48)
+
+
+def test_parts_of_different_builds_are_not_called(monkeypatch):
+    layer = one()
+    monkeypatch.setattr(node, "serves", node.serves.__wrapped__)
+    monkeypatch.setattr(node, "library", node.library.__wrapped__)
+    assert node.serves("cpu")
+    for part in (kernels.extension("cpu"), node.library()):
+        with monkeypatch.context() as other:
+            other.setattr(part, "INTERFACE", part.INTERFACE - 1)
+            assert not node.serves("cpu") and lean.LeanCasts.of(layer.plan).node is None
+            other.delattr(part, "INTERFACE")
+            assert not node.serves("cpu")
 
 
 def test_the_profiler_sees_names(device):
