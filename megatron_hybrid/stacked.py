@@ -2,7 +2,8 @@
 
     rows      input and grad_output, rowwise: the cast of the concatenated rows, wherever scales do not span rows
     columns   the same, columnwise: the cast of the rows spread out to whole blocks, so that no block spans groups
-    weight    (E, N, K) cast as the matrix of all experts' rows; columnwise as that of all experts' transposed rows
+    weight    (E, N, K) cast as the matrix of all experts' rows; columnwise as that of all experts' transposed rows, which its
+              columns, turned over, are too where blocks end where experts do
 """
 
 from __future__ import annotations
