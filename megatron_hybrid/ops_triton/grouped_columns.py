@@ -24,15 +24,27 @@ _COLS, _AMAX_COLS, _AMAX_RUN = 64, 128, 4
 
 
 @triton.jit
-def _quarter(x, choice, num, first, rows, col, j, stride, K, COPIES: tl.constexpr):
-    """Rows j, j + 4, ... of a block in FP32: (32, columns). COPIES: row r is a copy of row choice[r] // num of x."""
+def _rows(choice, num, first, rows, j, COPIES: tl.constexpr):
+    """Where rows j, j + 4, ... of a block are in x: (32,). COPIES: row r is a copy of row choice[r] // num of x."""
     at = tl.arange(0, 32) * 4 + j
-    inside = (at < rows)[:, None] & (col < K)[None, :]
     row = first + at
     if COPIES:
         row = tl.maximum(tl.load(choice + row, mask=at < rows, other=0), 0) // num
-    v = tl.load(x + row.to(tl.int64)[:, None] * stride + col[None, :], mask=inside, other=0.0)
-    return v.to(tl.float32)
+    return row
+
+
+@triton.jit
+def _values(x, row, rows, col, j, stride, K):
+    """Rows j, j + 4, ... of a block, which are these of x, in FP32: (32, columns)."""
+    at = tl.arange(0, 32) * 4 + j
+    inside = (at < rows)[:, None] & (col < K)[None, :]
+    return tl.load(x + row.to(tl.int64)[:, None] * stride + col[None, :], mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _quarter(x, choice, num, first, rows, col, j, stride, K, COPIES: tl.constexpr):
+    """`_values` of `_rows`."""
+    return _values(x, _rows(choice, num, first, rows, j, COPIES), rows, col, j, stride, K)
 
 
 @triton.jit
@@ -88,25 +100,32 @@ def _amax(
     COLS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """The bits of amaxes, zeros before: of_cols (E, K) of every group's columns; with ROWS, of_rows (T,) of rows. A program
-    takes RUN runs of COLS columns one after another: what it must know of its block is some loads after each other."""
+    takes RUN runs of COLS columns one after another: what it must know of its block is some loads after each other. Threads
+    keep what their columns of a row have largest, and are asked for it once, at the end."""
     block = tl.program_id(1)  # programs beside each other read the same rows
     if block >= tl.load(ends + E - 1):
         return
     g, first, rows = tl.load(blocks + block), tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
-    of_quarters = (tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32), tl.zeros((32,), tl.int32))
+    where, of_quarters = (), ()
+    for j in tl.static_range(4):
+        where = where + (_rows(choice, num, first, rows, j, COPIES),)
+        of_quarters = of_quarters + (tl.zeros((32, COLS // 8), tl.int32),)
     for start in range(tl.program_id(0) * COLS * RUN, tl.minimum(K, (tl.program_id(0) + 1) * COLS * RUN), COLS):
         col = start + tl.arange(0, COLS)
         largest, found = tl.zeros((32, COLS), tl.int32), ()
         for j in tl.static_range(4):
-            bits = _magnitude(_quarter(x, choice, num, first, rows, col, j, stride, K, COPIES))
+            bits = _magnitude(_values(x, where[j], rows, col, j, stride, K))
             largest = tl.maximum(largest, bits)
-            found = found + (tl.maximum(of_quarters[j], tl.max(bits, axis=1)) if ROWS else of_quarters[j],)
+            if ROWS:
+                found = found + (tl.maximum(of_quarters[j], tl.max(tl.reshape(bits, (32, COLS // 8, 8)), axis=2)),)
+            else:
+                found = found + (of_quarters[j],)
         of_quarters = found
         tl.atomic_max(of_cols + g.to(tl.int64) * K + col, tl.max(largest, axis=0), mask=col < K, sem="relaxed")
     if ROWS:
         for j in tl.static_range(4):
             at = tl.arange(0, 32) * 4 + j
-            tl.atomic_max(of_rows + first + at, of_quarters[j], mask=at < rows, sem="relaxed")
+            tl.atomic_max(of_rows + first + at, tl.max(of_quarters[j], axis=1), mask=at < rows, sem="relaxed")
 
 
 @triton.jit

@@ -20,6 +20,7 @@ from megatron_hybrid.gemm import DeviceKind, GemmPair
 from megatron_hybrid.gemm.grouped import OWN
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.ops_triton import cross_entropy, norm, permute, rotary, sums, swiglu, turn
+from megatron_hybrid.ops_triton import grouped_columns as grouped_columns_kernels
 from megatron_hybrid.stacked import GroupedColumns, StackedWeight
 from megatron_hybrid.storage import cast
 from megatron_hybrid.turn import turned as turned_over
@@ -244,6 +245,29 @@ def check_scaled_rows(device):
     exact = y.float() * by_row[:, None] * by_col[group]  # in this order, in FP32
     found = permute.scale_rows(y.clone(), by_row, by_col, group)
     within(found, exact.double(), half_ulp(BF16), 0)
+
+
+def check_amaxes_of_groups(device):
+    """Of columns of every group and of rows, bit for bit, NaN on top; of tokens through a map those of their copies."""
+    splits = [5, 0, 131, 3]
+    for K, dtype in ((600, BF16), (96, FP32)):
+        x = randn(sum(splits), K, seed=1, device=device, dtype=dtype)
+        x[10, 7], x[:, 9], x[60] = float("-inf"), 0, 0
+        layout = Groups(torch.tensor(splits, device=device), 4, sum(splits), torch.device(device)).layout(128)
+        for rows in (False, True):
+            found = grouped_columns_kernels.group_amax(x, layout.blocks, rows=rows)
+            columns = [part.float().abs().amax(0) if len(part) else torch.zeros(K, device=device) for part in x.split(splits)]
+            assert torch.equal(found.columns.view(FP32), torch.stack(columns))
+            assert not rows or torch.equal(found.rows.view(FP32), x.float().abs().amax(1))
+        x[3, 5] = -float("nan")
+        found = grouped_columns_kernels.group_amax(x, layout.blocks, rows=True)
+        assert found.rows.view(FP32).isnan().nonzero().tolist() == [[3]]
+        assert found.columns.view(FP32).isnan().nonzero().tolist() == [[0, 5]]
+        routed = routing(60, 4, 2, seed=1, device=device)
+        copies, tokens = permutation.RowMap(*permute.index(routed, 120), 4), x[:60]
+        where = Groups(routed.sum(0), 4, 120, torch.device(device)).layout(128).blocks
+        found = grouped_columns_kernels.group_amax(tokens, where, copies=copies)
+        assert torch.equal(found.columns, grouped_columns_kernels.group_amax(copies.expand(tokens), where).columns)
 
 
 def check_matrices_turned_over(device):
