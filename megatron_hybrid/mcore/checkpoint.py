@@ -44,7 +44,8 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
     from megatron.training.checkpointing import checkpoint_exists
 
     if not checkpoint_exists(args.load):
-        return []
+        nothing = f"note: no checkpoint in {args.load}: the run begins anew (--exit-on-missing-checkpoint: it ends instead)"
+        return [nothing] if args.load and not args.exit_on_missing_checkpoint else []
     saved = _saved_args(args)
     check_sizes(args, saved)
     check_schedule(args, saved)

@@ -59,7 +59,7 @@ def stock(name: str, *flags: str, launcher: bool = False, patches: bool = False)
 FULLY = "--dist-ckpt-optim-fully-reshardable"
 HYBRID = ["--hybrid-layer-pattern", "*-*-"]
 CASES = [
-    ours("whole", "--hq-recipe", MIXED, "--save", "{folder}/ckpt", "--save-interval", "2"),
+    ours("whole", "--hq-recipe", MIXED, "--save", "{folder}/ckpt", "--load", "{folder}/ckpt", "--save-interval", "2"),
     ours("resumed", "--hq-recipe", MIXED, "--load", "{folder}/ckpt", "--ckpt-step", "2"),
     ours("offloaded", "--hq-recipe", MIXED, "--hq-offload-layers", "1", "--hq-offload-least-bytes", "1"),
     ours("tp1", "--hq-recipe", MIXED, "--load", "{folder}/ckpt", "--ckpt-step", "2", "--no-load-optim", "--no-load-rng",
@@ -191,6 +191,7 @@ def test_a_hybrid_model_is_the_gpt_of_its_pattern(runs):
 
 def test_start_says_what_is_quantized(runs):
     out = runs[1]["whole"].output
+    assert f"note: no checkpoint in {runs[0]}/ckpt: the run begins anew" in out[0]
     assert f"> recipe {MIXED} (" in out[0] and "> 8 of 9 linears quantized on cpu; fprop 8 emulated" in out[0]
     assert "> recipe" not in out[1]
     assert "> recipe bf16" in runs[1]["default"].output[0] and "> 0 of 9 linears" in runs[1]["default"].output[0]

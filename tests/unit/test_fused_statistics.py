@@ -24,7 +24,7 @@ if sys.platform != "linux":
 
 @pytest.fixture(scope="module")
 def errors() -> dict:
-    return interpreted.errors_of(CASES, seconds=400)
+    return interpreted.errors_of(CASES, seconds=550)
 
 
 @pytest.mark.parametrize("check", CHECKS)
