@@ -150,7 +150,7 @@ def _record(
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))  # end the training processes too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the training processes too
     try:
         summary = run_demo(args)
     except (TrainingFailed, ValueError, OSError) as exc:

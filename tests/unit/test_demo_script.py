@@ -1,7 +1,9 @@
 """scripts/demo.py with a stand-in for the trainer: what it checks, what it says, how it fails."""
 
+import functools
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -121,7 +123,11 @@ def test_a_stopped_demo_leaves_no_trainer(tmp_path, data):
     command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--trainer", str(FAKE), "--launcher", "none"]
     command += ["--out", str(tmp_path / "out"), "--data", str(data), "--max-mib", "2", "--device", "cpu"]
     env = os.environ | {"FAKE_TRAINER": "sleep"}
-    demo_process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    # as in the background of a script, where the shell has SIGINT ignored
+    background = functools.partial(signal.signal, signal.SIGINT, signal.SIG_IGN)
+    demo_process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, preexec_fn=background
+    )
     log = tmp_path / "out" / "mxfp8_fprop_nvfp4_bwd" / "log.txt"
     deadline = time.monotonic() + 120
     while not (log.is_file() and "process " in log.read_text()):
