@@ -4,6 +4,7 @@ VENV ?= .venv
 PYTHON ?=
 ARGS ?=
 TESTS ?= tests
+JOBS ?= 0
 
 ifeq ($(VENV),none)
 RUN = $(or $(PYTHON),python3)
@@ -26,6 +27,7 @@ help:
 	@echo "VENV=none                    use PYTHON (default python3) as it is, download nothing (CONTRIBUTING.md)"
 	@echo "ARGS='...'                   passed on: make demo ARGS='--iterations 100', make test ARGS='-k recipe -x'"
 	@echo "TESTS=tests/unit             which tests"
+	@echo "JOBS=2                       test files at once (default: one after the other, in one process)"
 
 setup:
 	@VENV='$(VENV)' PYTHON='$(PYTHON)' bash scripts/setup_env.sh
@@ -40,7 +42,7 @@ demo-moe: setup
 	@$(RUN) scripts/demo.py --model configs/models/moe_demo.yaml --recipe nvfp4_rowscaled_fprop_mxfp8_bwd --out runs/demo-moe $(ARGS)
 
 test: setup
-	@$(RUN) -m pytest $(TESTS) $(ARGS)
+	@$(RUN) -m pytest $(TESTS) -n $(JOBS) --dist loadfile $(ARGS)
 
 clean:
 	rm -rf runs data/demo build *.egg-info .pytest_cache megatron_hybrid/*.so

@@ -95,6 +95,8 @@ if sys.version_info < (3, 12):
     sys.exit(f"[setup] Python >= 3.12 needed, {sys.executable} is {sys.version.split()[0]}")
 names = "torch numpy yaml psutil einops tqdm matplotlib pytest pybind11 setuptools ml_dtypes".split()
 missing = [name for name in names if importlib.util.find_spec(name) is None]
+if importlib.util.find_spec("xdist") is None:
+    missing.append("pytest-xdist")
 if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
     missing.append("megatron-core")
 if missing:
