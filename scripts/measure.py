@@ -2,21 +2,19 @@
 """Everything that is tested and measured on GPUs, one part after the other, and a table of what came of it.
 
     python scripts/measure.py --list
-    python scripts/measure.py [--only WORD ...] [--deadline SECONDS] [--out DIR]
+    python scripts/measure.py [--only PART ...] [--deadline SECONDS] [--out DIR]
 
 A part is a command: the GPU tests, the checks over NCCL, the benchmarks of docs/performance.md. Its output is
 DIR/<part>.log, and what it measured DIR/<part>.json. A part that ended well in DIR is not run again, so that a queue's
-time limit only cuts the list: the next job goes on (--again: all anew). With --deadline no part is started that took
-longer on an H200, and none runs on after it.
+time limit only cuts the list: the next job goes on (--again: all anew). With --deadline no part is started whose
+estimate (--list, for one H200) reaches beyond it, and none runs on after it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -26,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from bench_common import provenance  # noqa: E402
+from demo_lib.launch import end_tree  # noqa: E402
 
 from megatron_hybrid.explain import Table  # noqa: E402
 from megatron_hybrid.whole_file import write_whole  # noqa: E402
@@ -39,7 +38,7 @@ class Part:
     """A command. `{python}` and `{torchrun}` start it, `{json}` is the file for its results, `{jobs}` a number of
     processes, `{commit}` the option that names the source.
 
-    seconds: about what it takes on an H200, the kernels built.
+    seconds: an estimate for H200s, the kernels built; generous.
     """
 
     name: str
@@ -144,24 +143,12 @@ def run(part: Part, folder: Folder, jobs: int, left: float | None, commit: str |
         except subprocess.TimeoutExpired:
             problem = "cut at the deadline"
         finally:
-            end(process)
+            end_tree(process)
     took = time.monotonic() - began
     if not problem:
         folder.write(part, took, commit)
     detail = "; ".join(filter(None, [problem, last_line(folder.log(part))]))
     return Outcome(part.name, FAILED if problem else OK, took, detail)
-
-
-def end(process: subprocess.Popen) -> None:
-    """End what is left of a part's processes, torchrun's ranks included."""
-    for how in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, how)
-            process.wait(5)
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def last_line(log: Path) -> str:

@@ -142,7 +142,7 @@ class _Watchdog:
         while not self._stopped.wait(1.0):
             if time.monotonic() - self._last > _STALL_SECONDS:
                 self.fired = True
-                _end(self._process)
+                end_tree(self._process)
                 return
 
 
@@ -157,10 +157,10 @@ def _process(run: Run) -> Iterator[subprocess.Popen]:
         yield process
     finally:
         if process.poll() is None:
-            _end(process)
+            end_tree(process)
 
 
-def _end(process: subprocess.Popen) -> None:
+def end_tree(process: subprocess.Popen) -> None:
     """Ask the whole tree to end, then make it: torchrun's ranks are in sessions of their own, out of its group."""
     try:
         tree = [parent := psutil.Process(process.pid), *parent.children(recursive=True)]
