@@ -197,8 +197,12 @@ def _check_expert_ranks(args) -> None:
 
 
 def check_data(args) -> None:
-    """Every dataset that the run names must be there, whole, large enough, and of the vocabulary that the run names."""
-    limits = {"sequence_length": args.seq_length, "vocab_size": args.vocab_size}
+    """Every dataset that the run names must be there, whole, large enough, and of the vocabulary that the run names.
+
+    Only `NullTokenizer` takes that from --vocab-size: beside a tokenizer with a vocabulary of its own Megatron ignores it.
+    """
+    vocab_size = args.vocab_size if args.tokenizer_type == "NullTokenizer" else None
+    limits = {"sequence_length": args.seq_length, "vocab_size": vocab_size}
     if args.data_path:
         split = args.split or "969, 30, 1"  # Megatron's own default
         _check_paths(args.data_path, split=_parse_split(split), **limits)

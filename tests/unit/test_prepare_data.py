@@ -15,6 +15,8 @@ from megatron_hybrid.data import prepare as data_prepare
 from megatron_hybrid.data.entropy import measure
 from megatron_hybrid.data.prepare import split_of
 from megatron_hybrid.data.sources import cap_sources, find_sources, stdlib_sources
+from megatron_hybrid.mcore import validation
+from megatron_hybrid.mcore.errors import UserError
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "prepare_data.py"
 sys.path.insert(0, str(SCRIPT.parent))
@@ -316,6 +318,18 @@ def test_check_refuses_tokens_beyond_the_vocabulary(dataset):
         check_dataset(dataset, vocab_size=257)
     with pytest.raises(ValueError, match="token 257 is beyond --vocab-size 100"):
         check_data_paths(["1", dataset], vocab_size=100)
+
+
+def test_only_a_tokenizer_without_a_vocabulary_takes_it_from_the_flag(dataset):
+    """Megatron ignores --vocab-size beside one that has its own."""
+    run = SimpleNamespace(
+        data_path=None, train_data_path=[dataset], valid_data_path=None, test_data_path=None, seq_length=8, vocab_size=100
+    )
+    run.tokenizer_type = "HuggingFaceTokenizer"
+    validation.check_data(run)
+    run.tokenizer_type = "NullTokenizer"
+    with pytest.raises(UserError, match="token 257 is beyond --vocab-size 100"):
+        validation.check_data(run)
 
 
 def test_check_helps_with_the_prefix(dataset):
