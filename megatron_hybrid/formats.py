@@ -214,7 +214,7 @@ class Format:
         """What one FP32 outer scale or amax covers: ``none``, ``tensor`` or ``row`` (of the contraction view)."""
         if FAMILIES[self.family].block == (1, None) or self.row_scaled:
             return "row"
-        return "tensor" if self.is_per_tensor or self.scale == "e4m3_amax" else "none"
+        return "tensor" if self.is_per_tensor or self.keeps_amax else "none"
 
     @functools.cached_property
     def keeps_amax(self) -> bool:

@@ -47,6 +47,7 @@ with quiet_missing_te_warnings():
     from megatron_hybrid.mcore.parts import choose
     from megatron_hybrid.mcore.recipe_hook import carry
     from megatron_hybrid.mcore.spec import layer_spec
+    from megatron_hybrid.recipe import QUANTIZED
 
 MODELS = ["configs/models/qwen3_30b_a3b.yaml", "configs/models/deepseek_v3.yaml"]
 RECIPES = ["bf16", "fp8_rowwise", "fp8_block", "nvfp4_rowscaled_fprop_mxfp8_bwd"]
@@ -62,7 +63,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--experts", type=int, help="of the model's experts on a rank (default: all of its share, at most "
                         "32 where there is one rank)")  # fmt: skip
     parser.add_argument("--expert-parallel", type=int, default=1, metavar="RANKS", help="all that torchrun starts")
-    parser.add_argument("--dispatch", nargs="+", choices=[HIGH_PRECISION, dispatch.QUANTIZED], default=[HIGH_PRECISION],
+    parser.add_argument("--dispatch", nargs="+", choices=[HIGH_PRECISION, QUANTIZED], default=[HIGH_PRECISION],
                         help="how tokens travel; the reference's always in high precision (default: %(default)s)")  # fmt: skip
     parser.add_argument("--recipe", nargs="+", default=RECIPES, help="names or paths; the first is the reference")
     parser.add_argument("--cast-weights", action="store_true", help="cast the weights in every step")
@@ -112,7 +113,7 @@ def tokens_quantized(recipe: Recipe) -> Recipe:
     """The recipe with tokens that travel quantized; the input's columns are then made from its rows."""
     changed = recipe.to_dict()
     changed["defaults"]["columnwise_source"]["input"] = "rowwise_dequantized"
-    return Recipe.from_dict(changed | {"dispatch": dispatch.QUANTIZED})
+    return Recipe.from_dict(changed | {"dispatch": QUANTIZED})
 
 
 def variants(args) -> list[tuple[str, Recipe, str]]:
@@ -121,7 +122,7 @@ def variants(args) -> list[tuple[str, Recipe, str]]:
     for name in args.recipe[1:]:
         recipe = Recipe.load(name)
         for how in args.dispatch:
-            quantized = how == dispatch.QUANTIZED
+            quantized = how == QUANTIZED
             found.append((f"{name}, tokens quantized", tokens_quantized(recipe), how) if quantized else (name, recipe, how))
     return found
 
@@ -139,7 +140,7 @@ def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bo
         if hasattr(module, "finish_init"):
             module.hq_layer = 1
             module.finish_init(get_quant_config_or_none(f"decoder.layers.0.mlp.{path}", cfg.quant_recipe))
-    if recipe.dispatch == dispatch.QUANTIZED:
+    if recipe.dispatch == QUANTIZED:
         dispatch.refuse_unsupported(cfg)
         dispatch.adopt([layer])
     layer.pg_collection = groups

@@ -212,7 +212,7 @@ def exact_in_bf16(fmt: Format, dtype: torch.dtype) -> bool:
     """
     if not fmt.is_quantized:
         return dtype == torch.bfloat16
-    if fmt.scale == "e4m3_amax" or _scales_outside(fmt):
+    if fmt.keeps_amax or _scales_outside(fmt):
         return True
     return dtype != torch.float32 and fits_bf16(fmt)
 
