@@ -1,0 +1,55 @@
+"""FP8 GEMMs of all groups in CUDA for Hopper (csrc/gemm), where this package was built with them.
+
+The same products as `ops_triton.grouped_gemm`'s, which serves where they are missing: sums of 128 products in the
+tensor cores, scaled and added up in FP32. One warpgroup of a program fetches, two multiply, so that the tensor cores go
+on while sums are promoted.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+
+import torch
+
+ROW, BLOCKS, TILES = 0, 1, 2  # ops_triton.grouped_gemm's kinds of scales
+_KINDS = {(ROW, True): "row_fast", (ROW, False): "row", (BLOCKS, False): "block", (TILES, False): "tile"}
+_OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_ALIGN = 16  # bytes at which operands and results begin
+
+
+@functools.lru_cache(maxsize=None)
+def library():
+    """The extension; None where it was not built."""
+    try:
+        return importlib.import_module("megatron_hybrid._C_gemm")
+    except ImportError:
+        return None
+
+
+def takes(*tensors: torch.Tensor) -> bool:
+    """Whether operands and result can be read and written in runs of 16 bytes."""
+    return library() is not None and all(t.data_ptr() % _ALIGN == 0 for t in tensors)
+
+
+def _codes(x: torch.Tensor, scale: torch.Tensor):
+    return library().Codes(x.data_ptr(), scale.data_ptr(), x.dtype == torch.float8_e5m2)
+
+
+def _run(function, a, b, a_scale, b_scale, out, where, rows_a, n, kind, fast, add):
+    function(
+        _codes(a, a_scale), _codes(b, b_scale), out.data_ptr(), where.ends.data_ptr(), where.blocks.data_ptr(),
+        where.ends.shape[0], where.count, rows_a, n, a.shape[1], _KINDS[kind, fast], _OUT[out.dtype], add,
+        torch.cuda.current_stream(a.device).cuda_stream, a.device.index,
+    )  # fmt: skip
+    return out
+
+
+def multiply_rows(a, w, a_scale, w_scale, out, where, kind: int, *, fast: bool) -> torch.Tensor:
+    """`ops_triton.grouped_gemm.multiply_rows`."""
+    return _run(library().rows, a, w, a_scale, w_scale, out, where, a.shape[0], out.shape[1], kind, fast, False)
+
+
+def multiply_columns(a, b, a_scale, b_scale, out, where, kind: int, *, fast: bool, add: bool) -> torch.Tensor:
+    """`ops_triton.grouped_gemm.multiply_columns`."""
+    return _run(library().columns, a, b, a_scale, b_scale, out, where, out.shape[1], out.shape[2], kind, fast, add)
