@@ -1,6 +1,7 @@
 """Builds the compiled parts: ``megatron_hybrid._C`` (CPU) always, ``megatron_hybrid._C_cuda`` where nvcc is found,
-``megatron_hybrid._C_lt`` (cuBLASLt called directly) where cublasLt.h is there too, and ``megatron_hybrid._C_node`` (the
-linear as a node of autograd) where torch and its headers are.
+``megatron_hybrid._C_gemm`` (grouped FP8 GEMMs for Hopper) beside it, ``megatron_hybrid._C_lt`` (cuBLASLt called directly)
+where cublasLt.h is there too, and ``megatron_hybrid._C_node`` (the linear as a node of autograd) where torch and its
+headers are.
 
 No GPU is needed to build any. Package metadata lives in pyproject.toml. Environment:
 
@@ -29,7 +30,8 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
-DEFAULT_ARCH = "compute_90a=sm_90a compute_90=compute_90"
+HOPPER = "compute_90a=sm_90a"
+DEFAULT_ARCH = f"{HOPPER} compute_90=compute_90"
 
 # IEEE FP32 as numerics.md asks for it: no contraction into FMA. The last two only say that nobody reads errno or
 # floating-point exception flags, without which loops with selects do not vectorise; no result changes.
@@ -150,14 +152,19 @@ class BuildKernels(build_ext):
 
     def run(self):
         nvcc = self._wanted_nvcc()
-        if nvcc is None:
-            self.extensions = [e for e in self.extensions if not e.name.endswith("_C_cuda")]
         self.nvcc = nvcc
+        if nvcc is None:
+            self._leave_out("_C_cuda")
+        if nvcc is None or HOPPER not in self.cuda_arch.split():
+            self._leave_out("_C_gemm")
         self.lt_includes = None if nvcc is None else library_headers(cuda_root(nvcc))
         if self.lt_includes is None:
             say("cuBLASLt: not called directly (no nvcc, or no cublasLt.h in the toolkit or in torch's CUDA packages)")
-            self.extensions = [e for e in self.extensions if not e.name.endswith("_C_lt")]
+            self._leave_out("_C_lt")
         super().run()
+
+    def _leave_out(self, name: str) -> None:
+        self.extensions = [e for e in self.extensions if not e.name.endswith(name)]
 
     def _wanted_nvcc(self) -> str | None:
         setting = os.environ.get("MH_BUILD_CUDA", "").lower()
@@ -183,6 +190,8 @@ class BuildKernels(build_ext):
         if ext.name.endswith("_C_cuda"):
             self._build_cuda(target)
             say(f"CUDA kernels: built for {self.cuda_arch}")
+        elif ext.name.endswith("_C_gemm"):
+            self._build_gemm(target)
         elif ext.name.endswith("_C_node"):
             self._build_node(target)
         elif ext.name.endswith("_C_lt"):
@@ -240,18 +249,33 @@ class BuildKernels(build_ext):
         self._link(self._compile(jobs), target, ["-fopenmp"])
 
     def _build_cuda(self, target: Path) -> None:
-        root = cuda_root(self.nvcc)
-        arch = [f"-gencode=arch={a},code={c}" for a, c in (pair.split("=") for pair in self.cuda_arch.split())]
-        nvcc = [self.nvcc, *NVCC_FLAGS, "-ccbin", self.cxx[0], *arch, "-DMH_BACKEND=cuda"]
+        nvcc = self._nvcc_for(self.cuda_arch, "-DMH_BACKEND=cuda")
         sources = sorted((CSRC / "cuda").glob("*.cu"))
         jobs = [(nvcc, source, self.objects / f"cuda_{source.stem}.o") for source in sources]
         built = ", ".join(pair.split("=")[1] for pair in self.cuda_arch.split())
         bindings = [*self.cxx, *CXX_FLAGS, "-O1", "-DMH_IS_CUDA", f'-DMH_CUDA_ARCHS="{built}"']
         bindings += self._module_flags("_C_cuda", "cuda")
         jobs.append((bindings, CSRC / "bindings.cpp", self.objects / "bindings_cuda.o"))
+        self._link(self._compile(jobs), target, self._runtime())
+
+    def _build_gemm(self, target: Path) -> None:
+        folder, bindings = CSRC / "gemm", [*self.cxx, *CXX_FLAGS, "-O1", *(f"-isystem{p}" for p in self._python_includes())]
+        jobs = [
+            (self._nvcc_for(HOPPER), folder / "grouped.cu", self.objects / "gemm_grouped.o"),
+            (bindings, folder / "bindings.cpp", self.objects / "gemm_bindings.o"),
+        ]
+        self._link(self._compile(jobs), target, self._runtime())
+        say("grouped FP8 GEMMs: built for Hopper")
+
+    def _nvcc_for(self, archs: str, *flags: str) -> list[str]:
+        pairs = [f"-gencode=arch={a},code={c}" for a, c in (pair.split("=") for pair in archs.split())]
+        return [self.nvcc, *NVCC_FLAGS, "-ccbin", self.cxx[0], *pairs, *flags]
+
+    def _runtime(self) -> list[str]:
+        """Linked statically: torch brings its own, and both share the device's primary context."""
+        root = cuda_root(self.nvcc)
         libs = next((d for d in (root / "lib64", root / "lib", root / "targets/x86_64-linux/lib") if d.is_dir()), root)
-        # the runtime is linked statically: torch brings its own, and both share the device's primary context
-        self._link(self._compile(jobs), target, [f"-L{libs}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"])
+        return [f"-L{libs}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
 
 
 # patches/ and configs/ stand beside the package in the repository and belong inside it once installed
@@ -263,7 +287,7 @@ setup(
     package_dir={"megatron_hybrid": "megatron_hybrid", **BESIDE},
     package_data={name: ["*.yaml"] for name in FOLDERS},
     ext_modules=[
-        *(Extension(f"megatron_hybrid.{name}", []) for name in ("_C", "_C_cuda", "_C_lt")),
+        *(Extension(f"megatron_hybrid.{name}", []) for name in ("_C", "_C_cuda", "_C_gemm", "_C_lt")),
         Extension("megatron_hybrid._C_node", [], optional=True),  # left out where it cannot be built
     ],
     cmdclass={"build_ext": BuildKernels},

@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "measurements" / "gpu_tests.json"
-KERNELS = ("csrc/cuda", "csrc/lt", "csrc/numerics")
+KERNELS = ("csrc/cuda", "csrc/gemm", "csrc/lt", "csrc/numerics")
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
 

@@ -23,7 +23,7 @@ constexpr int kScaleThreads = 96;  // of the fetching warpgroup, the warps after
 constexpr int kStages = 4;
 constexpr int kABytes = kRows * kDeep, kBBytes = kCols * kDeep, kBoxBytes = kABytes + kBBytes;
 constexpr int kScales = kRows + kCols;  // floats a stage
-constexpr int kRunBytes = 128;          // of a row of results, that a warp writes at once
+constexpr int kRunBytes = 128;                // of a row of results, that a warp writes at once
 constexpr int kStagedBytes = kRunBytes + 16;  // in shared memory: 16 against conflicts
 constexpr int kStaging = 8 * 16 * kStagedBytes;
 constexpr int kBarriers = 2 * kStages * 8;
@@ -49,6 +49,7 @@ struct Params {
 // Tiles of fprop and dgrad: a block of rows after the other, all columns of each.
 template <Kind kKind>
 struct Rows {
+  static constexpr int kRun = 1;  // scales that are side by side
   const Params& p;
   int across, tiles;
 
@@ -73,6 +74,7 @@ struct Rows {
 // Tiles of wgrad: a group after the other; each contracts its group's blocks, none where it is empty.
 template <Kind kKind>
 struct Columns {
+  static constexpr int kRun = 2;
   const Params& p;
   int down, across, tiles;
 
@@ -136,6 +138,10 @@ __device__ void fetch_codes(const Tiles& tiles, Shared at, const CUtensorMap* a,
   }
 }
 
+// Where the scale of a column of B is among the stage's, in kinds that have one a column: what a thread needs of 16
+// columns, four from two runs of 8, is side by side.
+__device__ inline int place(int col) { return col / 16 * 16 + col % 8 / 2 * 4 + col % 16 / 8 * 2 + col % 2; }
+
 template <Kind kKind, class Tiles>
 __device__ void fetch_scales(const Tiles& tiles, Shared at, int thread) {
   Ring ring;
@@ -146,20 +152,16 @@ __device__ void fetch_scales(const Tiles& tiles, Shared at, int thread) {
       const float* a = tiles.p.a_scale + w.a_scale + k * tiles.a_step();
       const float* b = tiles.p.b_scale + w.b_scale + k * tiles.b_step();
       barrier_wait(at.empty(ring.stage), ring.parity ^ 1);
-      for (int i = thread; i < kRows; i += kScaleThreads) {
-        const bool there = i < w.rows;
-        copy_float(to + i * 4, there ? a + i * tiles.a_line() : a, there);
-      }
+      const auto copy = [&](int i, int place, const float* from, int64_t line, int size) {
+        const bool there = i < size;
+        copy_floats<Tiles::kRun>(to + place * 4, there ? from + i * line : from, there);
+      };
+      for (int i = thread * Tiles::kRun; i < kRows; i += kScaleThreads * Tiles::kRun) copy(i, i, a, tiles.a_line(), w.rows);
       if constexpr (kKind == Kind::tile) {  // two tiles side by side
-        if (thread < kCols / kHalf) {
-          const bool there = thread * kHalf < w.cols;
-          copy_float(to + (kRows + thread) * 4, there ? b + thread * tiles.b_line() : b, there);
-        }
+        if (thread < kCols / kHalf) copy(thread, kRows + thread, b, tiles.b_line(), (w.cols + kHalf - 1) / kHalf);
       } else {
-        for (int i = thread; i < kCols; i += kScaleThreads) {
-          const bool there = i < w.cols;
-          copy_float(to + (kRows + i) * 4, there ? b + i * tiles.b_line() : b, there);
-        }
+        for (int i = thread * Tiles::kRun; i < kCols; i += kScaleThreads * Tiles::kRun)
+          copy(i, kRows + place(i), b, tiles.b_line(), w.cols);
       }
       barrier_arrive_after_copies(at.full(ring.stage));
     }
@@ -172,21 +174,26 @@ __device__ inline float shared_float(uint32_t at) {
   return x;
 }
 
-__device__ inline float2 shared_float2(uint32_t at) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
+__device__ inline float4 shared_float4(uint32_t at) {
+  float4 x;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at));
   return x;
 }
 
-// Sums of 128 products times their scales, added up. sa: of this thread's two rows; b: scales of the warpgroup's columns.
+// The scales of one step that a thread needs: of its two rows; of all columns together (tile), or of its first 4 (block).
+struct Factors {
+  float a0, a1;
+  float4 b;
+};
+
+// Sums of 128 products times their scales, added up. b: where the scales of this thread's columns are.
 template <Kind kKind>
-__device__ inline void promote(float (&acc)[64], const float (&p)[64], float sa0, float sa1, uint32_t b, int lane) {
+__device__ inline void promote(float (&acc)[64], const float (&p)[64], const Factors& f, uint32_t b) {
   if constexpr (kKind == Kind::row) {
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[i] += p[i];
   } else if constexpr (kKind == Kind::tile) {
-    const float sb = shared_float(b);
-    sa0 *= sb, sa1 *= sb;
+    const float sa0 = f.a0 * f.b.x, sa1 = f.a1 * f.b.x;
 #pragma unroll
     for (int i = 0; i < 64; i += 4) {
       acc[i] = fmaf(p[i], sa0, acc[i]);
@@ -196,12 +203,16 @@ __device__ inline void promote(float (&acc)[64], const float (&p)[64], float sa0
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 64; i += 4) {
-      const float2 sb = shared_float2(b + (2 * i + 2 * (lane % 4)) * 4);  // 8 columns every 4 registers
-      acc[i] = fmaf(p[i] * sa0, sb.x, acc[i]);
-      acc[i + 1] = fmaf(p[i + 1] * sa0, sb.y, acc[i + 1]);
-      acc[i + 2] = fmaf(p[i + 2] * sa1, sb.x, acc[i + 2]);
-      acc[i + 3] = fmaf(p[i + 3] * sa1, sb.y, acc[i + 3]);
+    for (int i = 0; i < 64; i += 8) {
+      const float4 sb = i ? shared_float4(b + 2 * i * 4) : f.b;  // 16 columns every 8 registers
+      acc[i] = fmaf(p[i] * f.a0, sb.x, acc[i]);
+      acc[i + 1] = fmaf(p[i + 1] * f.a0, sb.y, acc[i + 1]);
+      acc[i + 2] = fmaf(p[i + 2] * f.a1, sb.x, acc[i + 2]);
+      acc[i + 3] = fmaf(p[i + 3] * f.a1, sb.y, acc[i + 3]);
+      acc[i + 4] = fmaf(p[i + 4] * f.a0, sb.z, acc[i + 4]);
+      acc[i + 5] = fmaf(p[i + 5] * f.a0, sb.w, acc[i + 5]);
+      acc[i + 6] = fmaf(p[i + 6] * f.a1, sb.z, acc[i + 6]);
+      acc[i + 7] = fmaf(p[i + 7] * f.a1, sb.w, acc[i + 7]);
     }
   }
 }
@@ -268,6 +279,107 @@ __device__ void write_as(const Params& p, const float (&acc)[64], int64_t at, in
     write<O, O, false>(acc, out, p.n, rows, cols, staging, lane);
 }
 
+// Scales of whole rows, fetched before they are needed: of this thread's rows, and 4 columns a lane.
+struct RowFactors {
+  float a[4];
+  float4 b;
+
+  __device__ RowFactors(const Params& p, const Work& w, int row, int group, int lane) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = row + i / 2 * 64 + i % 2 * 8;
+      a[i] = at < w.rows ? p.a_scale[w.a_scale + at] : 0.0f;
+    }
+    const int col = group * kHalf + lane * 4;
+    const float* from = p.b_scale + w.b_scale + col;  // sizes are multiples of 16, the scales' beginnings not
+    const bool there = col < w.cols;
+    b = {there ? from[0] : 0.0f, there ? from[1] : 0.0f, there ? from[2] : 0.0f, there ? from[3] : 0.0f};
+  }
+
+  // Onto the sums, by way of the warp's shared memory.
+  __device__ void apply(float (&acc)[2][64], char* staging, int lane) const {
+    __syncwarp();
+    reinterpret_cast<float4*>(staging)[lane] = b;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 64; i += 4) {
+      const float2 sb = reinterpret_cast<const float2*>(staging)[i + lane % 4];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        acc[h][i] *= a[2 * h] * sb.x, acc[h][i + 1] *= a[2 * h] * sb.y;
+        acc[h][i + 2] *= a[2 * h + 1] * sb.x, acc[h][i + 3] *= a[2 * h + 1] * sb.y;
+      }
+    }
+  }
+};
+
+template <bool kA5, bool kB5>
+__device__ inline void products(float (&sum)[64], uint64_t a, uint64_t b, bool add) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) product<kA5, kB5>(sum, a + 2 * i, b + 2 * i, add || i > 0);
+}
+
+constexpr int kHalfRows = 64 * kDeep >> 4;  // of A, in units of a matrix descriptor
+
+template <bool kA5, bool kB5>
+__device__ void sum_fast(float (&acc)[2][64], Shared at, Ring& ring, int steps, int group, int lane) {
+  int before = -1;
+  for (int k = 0; k < steps; ++k, ring.next()) {
+    const int s = ring.stage;
+    barrier_wait(at.full(s), ring.parity);
+    const uint64_t a = matrix_descriptor(at.a(s)), b = matrix_descriptor(at.b(s) + group * kHalf * kDeep);
+    hold(acc[0]), hold(acc[1]);
+    products_begin();
+    products<kA5, kB5>(acc[0], a, b, true);
+    products<kA5, kB5>(acc[1], a + kHalfRows, b, true);
+    products_commit();
+    products_wait<1>();
+    if (before >= 0 && lane == 0) barrier_arrive(at.empty(before));
+    before = s;
+  }
+  products_wait<0>();
+  hold(acc[0]), hold(acc[1]);
+  if (before >= 0 && lane == 0) barrier_arrive(at.empty(before));
+}
+
+template <Kind kKind, bool kA5, bool kB5>
+__device__ void sum_promoted(float (&acc)[2][64], Shared at, Ring& ring, int steps, int row, int group, int lane) {
+  for (int k = 0; k < steps; ++k, ring.next()) {
+    const int s = ring.stage;
+    barrier_wait(at.full(s), ring.parity);
+    const uint64_t a = matrix_descriptor(at.a(s)), b = matrix_descriptor(at.b(s) + group * kHalf * kDeep);
+    const uint32_t scales_b = at.scales(s) + (kRows + (kKind == Kind::tile ? group : group * kHalf + lane % 4 * 4)) * 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float part[64];
+      hold(part);
+      products_begin();
+      products<kA5, kB5>(part, a + h * kHalfRows, b, false);
+      products_commit();
+      Factors f{};
+      if constexpr (kScaled<kKind>) {
+        f.a0 = shared_float(at.scales(s) + (h * 64 + row) * 4);
+        f.a1 = shared_float(at.scales(s) + (h * 64 + row + 8) * 4);
+        if constexpr (kKind == Kind::tile)
+          f.b.x = shared_float(scales_b);
+        else
+          f.b = shared_float4(scales_b);
+      }
+      products_wait<0>();
+      hold(part);
+      if (kKind != Kind::block && h == 1) {  // all is read
+        __syncwarp();
+        if (lane == 0) barrier_arrive(at.empty(s));
+      }
+      promote<kKind>(acc[h], part, f, scales_b);
+    }
+    if constexpr (kKind == Kind::block) {
+      __syncwarp();
+      if (lane == 0) barrier_arrive(at.empty(s));
+    }
+  }
+}
+
 template <Kind kKind, bool kA5, bool kB5, class Tiles>
 __device__ void multiply(const Tiles& tiles, Shared at, char* memory, int group, int thread) {
   const int lane = thread % 32, warp = thread / 32;
@@ -280,72 +392,20 @@ __device__ void multiply(const Tiles& tiles, Shared at, char* memory, int group,
     float acc[2][64];
 #pragma unroll
     for (int i = 0; i < 64; ++i) acc[0][i] = acc[1][i] = 0.0f;
-    if constexpr (kKind == Kind::row_fast) {
-      int before = -1;
-      for (int k = 0; k < w.steps; ++k, ring.next()) {
-        const int s = ring.stage;
-        barrier_wait(at.full(s), ring.parity);
-        const uint64_t a = matrix_descriptor(at.a(s)), b = matrix_descriptor(at.b(s) + group * kHalf * kDeep);
-        hold(acc[0]), hold(acc[1]);
-        products_begin();
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-#pragma unroll
-          for (int i = 0; i < 4; ++i) product<kA5, kB5>(acc[h], a + h * (64 * kDeep >> 4) + 2 * i, b + 2 * i, true);
-        products_commit();
-        products_wait<1>();
-        if (before >= 0 && lane == 0) barrier_arrive(at.empty(before));
-        before = s;
-      }
-      products_wait<0>();
-      hold(acc[0]), hold(acc[1]);
-      if (before >= 0 && lane == 0) barrier_arrive(at.empty(before));
+    if constexpr (kScaled<kKind>) {
+      sum_promoted<kKind, kA5, kB5>(acc, at, ring, w.steps, row, group, lane);
     } else {
-      for (int k = 0; k < w.steps; ++k, ring.next()) {
-        const int s = ring.stage;
-        barrier_wait(at.full(s), ring.parity);
-        const uint64_t a = matrix_descriptor(at.a(s)), b = matrix_descriptor(at.b(s) + group * kHalf * kDeep);
-        const uint32_t scales_b = at.scales(s) + (kRows + (kKind == Kind::tile ? group : group * kHalf)) * 4;
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float part[64];
-          hold(part);
-          products_begin();
-#pragma unroll
-          for (int i = 0; i < 4; ++i) product<kA5, kB5>(part, a + h * (64 * kDeep >> 4) + 2 * i, b + 2 * i, i > 0);
-          products_commit();
-          float sa0 = 0.0f, sa1 = 0.0f;
-          if constexpr (kScaled<kKind>) {
-            sa0 = shared_float(at.scales(s) + (h * 64 + row) * 4);
-            sa1 = shared_float(at.scales(s) + (h * 64 + row + 8) * 4);
-          }
-          products_wait<0>();
-          hold(part);
-          if (kKind == Kind::row && h == 1 && lane == 0) barrier_arrive(at.empty(s));
-          promote<kKind>(acc[h], part, sa0, sa1, scales_b, lane);
-        }
-        if constexpr (kScaled<kKind>) {
-          __syncwarp();
-          if (lane == 0) barrier_arrive(at.empty(s));
-        }
-      }
+      const RowFactors factors(p, w, row, group, lane);
+      if constexpr (kKind == Kind::row_fast)
+        sum_fast<kA5, kB5>(acc, at, ring, w.steps, group, lane);
+      else
+        sum_promoted<kKind, kA5, kB5>(acc, at, ring, w.steps, row, group, lane);
+      if (w.steps) factors.apply(acc, staging, lane);  // scales of an empty group's columns mean nothing
     }
     const int cols = w.cols - group * kHalf;
     if (cols <= 0 || (p.add && w.steps == 0)) continue;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      if (!kScaled<kKind> && w.steps) {
-        const float* a = p.a_scale + w.a_scale + h * 64 + row;
-        const float* b = p.b_scale + w.b_scale + group * kHalf + lane % 4 * 2;
-        const float sa0 = h * 64 + row < w.rows ? a[0] : 0.0f, sa1 = h * 64 + row + 8 < w.rows ? a[8] : 0.0f;
-#pragma unroll
-        for (int i = 0; i < 64; i += 4) {
-          const bool there = 2 * i + lane % 4 * 2 < cols;
-          const float b0 = there ? b[2 * i] : 0.0f, b1 = there ? b[2 * i + 1] : 0.0f;
-          acc[h][i] *= sa0 * b0, acc[h][i + 1] *= sa0 * b1;
-          acc[h][i + 2] *= sa1 * b0, acc[h][i + 3] *= sa1 * b1;
-        }
-      }
       const int first = h * 64 + warp * 16;
       const int64_t to = w.out + int64_t{first} * p.n + group * kHalf;
       switch (p.out_type) {
@@ -384,7 +444,8 @@ __global__ void __launch_bounds__(kThreads, 1)
 }
 
 void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("megatron_hybrid._C_gemm: ") + what + ": " + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    throw std::runtime_error(std::string("megatron_hybrid._C_gemm: ") + what + ": " + cudaGetErrorString(error));
 }
 
 using Encode = decltype(&cuTensorMapEncodeTiled);

@@ -24,7 +24,7 @@ __device__ inline void barrier_arrive_expecting(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// An arrival once this thread's copies so far (`copy_float`) are there.
+// An arrival once this thread's copies so far (`copy_floats`) are there.
 __device__ inline void barrier_arrive_after_copies(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
@@ -52,9 +52,10 @@ __device__ inline void copy_box(uint32_t to, const CUtensorMap* map, uint32_t ba
       : "memory");
 }
 
-// 4 bytes, or 0 where there are none.
-__device__ inline void copy_float(uint32_t to, const float* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(there ? 4 : 0) : "memory");
+// Floats, or zeros where there are none.
+template <int n>
+__device__ inline void copy_floats(uint32_t to, const float* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(n * 4), "r"(there ? n * 4 : 0) : "memory");
 }
 
 template <int kRegisters>

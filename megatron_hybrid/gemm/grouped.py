@@ -23,6 +23,7 @@ from ..formats import COLUMNWISE
 from ..groups import Groups
 from ..stacked import GroupedColumns, StackedWeight, rows_of
 from ..storage import FP8_DTYPES, QuantizedStorage
+from . import grouped_cuda
 from .backend import GemmPair, finish
 from .backends import bf16_operand, epilogue_scale, fits_bf16
 from .scaled_mm import BLOCK, ROW, TILE, codes, scale_kind
@@ -127,7 +128,8 @@ class GroupedMm:
 
 
 class GroupedFp8:
-    """Own kernels (ops_triton/grouped_gemm.py): FP8 with scales a row, 1 x 128 blocks, 128 x 128 tiles, on Hopper.
+    """Own kernels: FP8 with scales a row, 1 x 128 blocks, 128 x 128 tiles, on Hopper. In CUDA (grouped_cuda.py) where
+    they were built, else in Triton (ops_triton/grouped_gemm.py).
 
     Products are summed up in the tensor cores 128 at a time, or all of them where `accumulate: fast` lets scales a row
     do so. Results are rounded once, FP32 accumulators added to in place.
@@ -151,29 +153,22 @@ class GroupedFp8:
         return _BLOCK if pair.gemm == "wgrad" else 1
 
     def rows(self, gemm, plans, a, w, groups, dtype):
-        from ..ops_triton import grouped_gemm
-
         _count(plans, gemm)
         pair, s = getattr(plans[0], gemm).pair, w.by_rows()
         kind = _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)]
         out = torch.empty(a.shape[0], w.shape[0], dtype=dtype, device=a.device)
-        return grouped_gemm.multiply_rows(
-            _fp8(a), _fp8(s), a.scale.contiguous(), s.scale.contiguous(), out, groups.layout(_BLOCK).blocks,
-            kind, fast=_is_fast(pair),
-        )  # fmt: skip
+        tensors = _fp8(a), _fp8(s), a.scale.contiguous(), s.scale.contiguous(), out
+        return _own_kernels(tensors).multiply_rows(*tensors, groups.layout(_BLOCK).blocks, kind, fast=_is_fast(pair))
 
     def contract(self, plans, a, b, dtype, accumulate_into=None):
-        from ..ops_triton import grouped_gemm
-
         _count(plans, "wgrad")
         pair, x, y, num = plans[0].wgrad.pair, a.payload, b.payload, a.layout.groups.num
         shape, total = (num, x.shape[1], y.shape[1]), accumulate_into
         add = isinstance(total, torch.Tensor) and total.is_contiguous()
         out = total if add else torch.empty(shape, dtype=dtype if total is None else total[0].dtype, device=x.device)
-        grouped_gemm.multiply_columns(
-            _fp8(x), _fp8(y), x.scale.contiguous(), y.scale.contiguous(), out, a.layout.blocks,
-            _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)], fast=_is_fast(pair), add=add,
-        )  # fmt: skip
+        tensors = _fp8(x), _fp8(y), x.scale.contiguous(), y.scale.contiguous(), out
+        kind = _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)]
+        _own_kernels(tensors).multiply_columns(*tensors, a.layout.blocks, kind, fast=_is_fast(pair), add=add)
         return out if add else _finish(out, dtype, total)
 
 
@@ -243,6 +238,15 @@ def _finish(dw: torch.Tensor, dtype, accumulate_into):
         return finish(dw, dtype, accumulate_into)
     torch._foreach_add_(accumulate_into, list(dw.unbind()))
     return accumulate_into
+
+
+def _own_kernels(tensors):
+    """The module whose kernels multiply these."""
+    if grouped_cuda.takes(*tensors):
+        return grouped_cuda
+    from ..ops_triton import grouped_gemm
+
+    return grouped_gemm
 
 
 def _is_fast(pair: GemmPair) -> bool:

@@ -28,8 +28,9 @@ def library():
 
 
 def takes(*tensors: torch.Tensor) -> bool:
-    """Whether operands and result can be read and written in runs of 16 bytes."""
-    return library() is not None and all(t.data_ptr() % _ALIGN == 0 for t in tensors)
+    """Whether operands, scales and result are here and can be read and written in runs of 16 bytes."""
+    here = all(t.device.type == "cuda" and t.data_ptr() % _ALIGN == 0 for t in tensors)
+    return here and library() is not None
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor):

@@ -14,7 +14,7 @@ import torch
 
 from .. import __version__, kernels, node, ops_triton
 from ..explain import backends
-from ..gemm import DeviceKind, cublaslt
+from ..gemm import DeviceKind, cublaslt, grouped_cuda
 
 OK, NOTE, FAIL = "ok", "note", "FAIL"
 
@@ -79,12 +79,15 @@ def _kernels(devices) -> Iterator[Finding]:
     direct = cublaslt.library() is not None
     detail = "called directly on Hopper" if direct else "through torch: no `_C_lt` in this build, or a library before 12.9"
     yield Finding(section, OK if direct else NOTE, "cuBLASLt", detail)
+    built = grouped_cuda.library() is not None
+    detail = "in CUDA on Hopper" if built else "in Triton: no `_C_gemm` in this build (needs nvcc and sm_90a)"
+    yield Finding(section, OK if built else NOTE, "grouped FP8 GEMMs", detail)
     built = node.library() is not None
     detail = "the commonest linear runs without Python in backward" if built else "no `_C_node` for this torch: Python serves"
     yield Finding(section, OK if built else NOTE, "autograd node", detail)
     for reason in dict.fromkeys(ops_triton.reason(device) for device in devices or [torch.device("cpu")]):
         detail = "used in Megatron's layers" if reason is None else f"not used, plain torch instead: {reason}"
-        what = "norm, SwiGLU, rotary embedding, loss, grouped FP8 (Triton)"
+        what = "norm, SwiGLU, rotary embedding, loss, casts of groups (Triton)"
         yield Finding(section, OK if reason is None else NOTE, what, detail)
 
 
