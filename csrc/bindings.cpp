@@ -156,11 +156,30 @@ void quantize(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int6
   run([&] { backend::quantize(pair, w); });
 }
 
+// `groups`: (ends, blocks, number of groups, of blocks, of rows, choice, parts); see format.h.
+void put_groups(mh::PairArgs& pair, const py::object& groups) {
+  const auto t = groups.cast<py::tuple>();
+  check(t.size() == 7, "groups: (ends, blocks, number of groups, of blocks, of rows, choice, parts)");
+  const auto number = [&](int i) { return t[i].cast<int64_t>(); };
+  const auto words = [&](int i) { return pointer<int32_t>(t[i].cast<uintptr_t>()); };
+  pair.groups = {words(0), words(1), number(2), number(3), number(4), words(5), number(6)};
+  check(kIsCuda && number(2) > 0 && t[0].cast<uintptr_t>(), "groups: on CUDA only, and one at least");
+  check(!pair.groups.choice || (number(6) > 0 && !pair.has_row), "groups: rows that are copies are cast by columns only");
+  const auto fits = [](const mh::QuantizeArgs& a) {
+    const FormatSpec& s = a.spec;
+    return s.scale_rule == ScaleRule::fp32 && !a.fixed_scale && !a.measured && !a.noop &&
+           (s.outer_rows || s.block_m * s.block_k == mh::kPanelRows);
+  };
+  check(pair.has_col && fits(pair.col) && pair.col.out.transposed && (!pair.has_row || (fits(pair.row) && !pair.row.out.transposed)),
+        "groups: columns transposed, rows not, with FP32 scales of whole rows or columns, whose amaxes are known, or of 128");
+  check(!pair.derived && !pair.sums && !pair.gate && !pair.grad, "groups: without derived columns, sums, gate and grad");
+}
+
 // `row` and `col` are None or (spec, qdata, transposed, scale, amax, fixed_scale, measured, scratch).
 void quantize_pair(const py::object& row, const py::object& col, uintptr_t data, int dtype, int64_t m, int64_t k,
                    int64_t stride_m, int64_t stride_k, bool derived, uintptr_t sums, uintptr_t gate, uintptr_t rng,
                    uintptr_t row_ids, uintptr_t noop, uintptr_t stream, int threads_or_device, uintptr_t grad,
-                   int64_t grad_stride) {
+                   int64_t grad_stride, const py::object& groups) {
   const mh::Matrix x = matrix("data", data, dtype, m, k, stride_m, stride_k);
   mh::PairArgs pair{};
   pair.row.x = x;
@@ -193,6 +212,7 @@ void quantize_pair(const py::object& row, const py::object& col, uintptr_t data,
   check(!grad || (kIsCuda && !measures && !gate && k % 2 == 0 && !(pair.has_row && pair.row.out.transposed)),
         "grad: on CUDA only, with an even number of columns, without gate, not with a row payload that is transposed, and no "
         "amax can be measured before the cast");
+  if (!groups.is_none()) put_groups(pair, groups);
   const Where w = where(stream, threads_or_device);
   run([&] { backend::quantize(pair, w); });
 }
@@ -259,7 +279,7 @@ PYBIND11_MODULE(MH_MODULE, m) {
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),
         py::arg("K"), py::arg("stride_m"), py::arg("stride_k"), py::arg("derived"), py::arg("sums"), py::arg("gate"),
         py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"), py::arg(kWhereArg), py::arg("grad") = 0,
-        py::arg("grad_stride") = 0);
+        py::arg("grad_stride") = 0, py::arg("groups") = py::none());
   m.def("dequantize", &dequantize, py::arg("spec"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
         py::arg("amax"), py::arg("out"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
         py::arg("stride_k"), py::arg("outer"), py::arg("inverse_rht"), py::arg("stream"), py::arg(kWhereArg));

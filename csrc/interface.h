@@ -4,6 +4,6 @@
 
 namespace mh {
 
-constexpr int kInterface = 2;
+constexpr int kInterface = 3;
 
 }  // namespace mh

@@ -1,7 +1,7 @@
 """Columnwise casts of FP8 for all groups at once: a scale for every group and column, or for every 128 rows of a group.
 
-The arithmetic is docs/numerics.md's FP32 rule, in Triton on a GPU and in torch operations elsewhere; tests hold both to
-the kernels' bytes.
+The arithmetic is docs/numerics.md's FP32 rule: on a GPU in the casts of csrc/cuda, with the map of blocks and amaxes of whole
+columns from Triton, in torch operations elsewhere; tests hold all to the kernels' bytes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from . import ops_triton
 from .formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
 from .gemm.scaled_mm import BLOCK, ROW, scale_kind
 from .groups import Layout
+from .kernels import Side, cast_groups
 from .ops_triton.launch import as_rows
 from .permutation import RowMap
 from .scaling import FLT_MAX
@@ -82,9 +83,29 @@ def both_with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: L
     by_row, by_col = (None if f is None else _how(f) for f in (row, col))
     if by_col["whole"] or (by_row is not None and by_row["whole"]):
         amax = group_amax(x, layout.blocks, rows=by_row is not None and by_row["whole"], copies=copies)
-    (codes, scale), rows = group_cast(x, layout.blocks, amax, by_col, by_row, copies)
+    if x.is_cuda:
+        (codes, scale), rows = _cast(x, row, col, layout, amax, copies)
+    else:  # interpreted
+        (codes, scale), rows = group_cast(x, layout.blocks, amax, by_col, by_row, copies)
     columns = QuantizedStorage(col, COLUMNWISE, (layout.rows, x.shape[1]), x.dtype, True, codes, scale)
     return None if rows is None else QuantizedStorage(row, ROWWISE, tuple(x.shape), x.dtype, False, *rows), columns
+
+
+def _cast(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, amax, copies: RowMap | None):
+    """`ops_triton.grouped_columns.group_cast` by the compiled casts."""
+
+    def side(fmt: Format, codes, of_whole, of_blocks, bits, **how) -> Side:
+        whole = scale_kind(fmt) == ROW
+        codes = torch.empty(codes, dtype=torch.uint8, device=x.device)
+        scale = torch.empty(of_whole if whole else of_blocks, device=x.device)
+        return Side(fmt, codes, scale, bits.view(torch.float32) if whole else None, **how)
+
+    (T, K), where = x.shape, layout.blocks
+    of_rows, of_columns = (None, None) if amax is None else (amax.rows, amax.columns)
+    columns = side(col, (K, layout.rows), (layout.groups.num, K), (where.count, K), of_columns, transposed=True)
+    rows = None if row is None else side(row, (T, K), (T, 1), (T, -(-K // layout.align)), of_rows)
+    cast_groups(x, rows, columns, where, T if copies is None else copies.num_rows, copies)
+    return (columns.qdata, columns.scale), None if rows is None else (rows.qdata, rows.scale)
 
 
 def _how(fmt: Format) -> dict:

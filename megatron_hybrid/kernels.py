@@ -210,6 +210,22 @@ def cast_directions(x: torch.Tensor, row: tuple | None, col: tuple | None, sums=
     )  # fmt: skip
 
 
+def cast_groups(x: torch.Tensor, row: Side | None, col: Side, where, num_rows: int, copies=None) -> None:
+    """Columns of all groups of rows of `x` (M, K), and the rows beside them, in one read; on CUDA only.
+
+    FP8 with FP32 scales of 128 elements, or of whole rows and columns, whose amaxes are float32 (rows, 1) and (E, K) then.
+    where: the map of blocks of 128 rows that begin where their group does (`ops_triton.grouped_gemm.BlockMap`). col: stored
+    (K, 128 * blocks), whole blocks, codes 0 where one has no row; scales (blocks, K) or (E, K); transposed. num_rows: of all
+    groups. copies: a RowMap: row r of these is a copy of x's row choice[r] // num_experts; without `row`.
+    """
+    choice = (0, 1) if copies is None else (copies.choice.data_ptr(), copies.num_experts)
+    groups = (where.ends.data_ptr(), where.blocks.data_ptr(), where.ends.shape[0], where.count, num_rows, *choice)
+    rows = None if row is None else row.arguments(ROWWISE, x.device, None)
+    extension(x.device.type).quantize_pair(
+        rows, col.arguments(COLUMNWISE, x.device, None), *_matrix(x), False, 0, 0, 0, 0, 0, *_where(x), groups=groups
+    )
+
+
 def sum_parts(x: torch.Tensor) -> torch.Tensor | None:
     """Memory for the FP32 sums of `x` (M, K) over M, a row a panel, which a cast on CUDA can fill; None elsewhere."""
     if not x.is_cuda or x.dtype not in SOURCE_CODES:

@@ -254,7 +254,7 @@ __device__ int32_t cast_columns(const Direction& d, const Tile& t, bool collecte
   OuterScale outer[2] = {ex.fixed[1], ex.fixed[1]};
   if (d.spec.outer_rows) {
     MH_UNROLL
-    for (int c = 0; c < 2; ++c) outer[c] = outer_scale<kind>(d, min(t.k0 + j + c, t.k0 + t.cols - 1));
+    for (int c = 0; c < 2; ++c) outer[c] = outer_scale<kind>(d, t.lines + min(t.k0 + j + c, t.k0 + t.cols - 1));
   }
   const bool blocks = kIsFp4<kind> || !is_preset(d.spec);  // a scale a block
   int64_t scale_at = blocks ? scale_index(d, t, i0, j) : 0;
@@ -358,6 +358,26 @@ __device__ inline void raise_history(const Direction& d, int32_t* block_most, in
   if (threadIdx.x == 0) atomicMax(reinterpret_cast<int32_t*>(d.history), *block_most > kInfBits ? kNanBits : *block_most);
 }
 
+// A tile's place where its rows are, and their number and its group; false where there is no such block.
+__device__ __forceinline__ bool find_block(const Groups& g, int64_t width, Tile& t, Tile& at_rows) {
+  const int64_t block = t.m0 / kTile;
+  if (block >= g.ends[g.groups - 1]) return false;
+  t.rows = g.blocks[2 * g.count + block];
+  t.lines = g.blocks[block] * width;
+  at_rows = t;
+  at_rows.m0 = g.blocks[g.count + block];
+  return true;
+}
+
+template <class T>
+__device__ __forceinline__ void fill_tile_of_groups(const CastArgs& a, const Tile& t, char* tile) {
+  const int64_t stride = a.x.row_stride;
+  if (!a.groups.choice) return start_tile<T>(a.x, a.vector, t, tile, [&](int i) { return (t.m0 + i) * stride; });
+  const auto parts = static_cast<uint32_t>(a.groups.parts);
+  const int32_t* choice = a.groups.choice + t.m0;
+  start_tile<T>(a.x, a.vector, t, tile, [&](int i) { return static_cast<uint32_t>(max(choice[i], 0)) / parts * stride; });
+}
+
 // Brings a tile into shared memory, as it is or computed; wait_copies and a barrier end it.
 template <class T>
 __device__ __forceinline__ void fill_tile(const CastArgs& a, const Tile& t, char* tile) {
@@ -369,7 +389,7 @@ __device__ __forceinline__ void fill_tile(const CastArgs& a, const Tile& t, char
   else if (a.gate)
     compute_tile<T>(Swiglu<T>{static_cast<Raw*>(a.gate), x, rows, cols}, a.vector, t, tile);
   else
-    start_tile<T>(a.x, a.vector, t, tile);
+    start_tile<T>(a.x, a.vector, t, tile, [&](int i) { return (t.m0 + i) * rows; });
 }
 
 // Thread blocks a multiprocessor runs at once: they hide each other's loads. Four leave 64 registers a thread; transforms
@@ -377,7 +397,7 @@ __device__ __forceinline__ void fill_tile(const CastArgs& a, const Tile& t, char
 template <class T, Kind row, Kind col>
 constexpr int kBlocksAtOnce = sizeof(typename T::Raw) == 4 ? 2 : (row == Kind::fp4_mixed || col == Kind::fp4_mixed ? 3 : 4);
 
-template <class T, Kind row, Kind col>
+template <class T, Kind row, Kind col, bool kGrouped = false>
 __global__ void __launch_bounds__(kThreads, (kBlocksAtOnce<T, row, col>)) cast_tiles(const __grid_constant__ CastArgs a) {
   MH_DYNAMIC_SHARED(uint4, memory);
   __shared__ Exchange exchange;
@@ -386,31 +406,37 @@ __global__ void __launch_bounds__(kThreads, (kBlocksAtOnce<T, row, col>)) cast_t
   uint8_t* staging = reinterpret_cast<uint8_t*>(tile) + kTileBytes<T>;
   if (a.noop && *a.noop) return;
   if constexpr (row == Kind::fp8)
-    if (!a.panels.done) store_preset_scales(a.row, a.tiling.m);
-  if constexpr (col == Kind::fp8) store_preset_scales(a.col, a.tiling.k);
+    if (!a.panels.done) store_preset_scales(a.row, kGrouped ? a.groups.rows : a.tiling.m);
+  if constexpr (col == Kind::fp8) store_preset_scales(a.col, kGrouped ? a.groups.groups * a.tiling.k : a.tiling.k);
   if (threadIdx.x < 2) ex.most[threadIdx.x] = 0;
   int32_t most[2] = {0, 0};
   if (a.items == 0) return;  // of an empty matrix, preset scales are all there is
   const Item item = item_of(a, blockIdx.x);
   if (item.look) look<T>(a, item);
   if (!item.cast) return;
-  const Tile t = a.tiling.tile(item.at);
-  fill_tile<T>(a, t, tile);
+  Tile t = a.tiling.tile(item.at), at_rows = t;
+  if constexpr (kGrouped) {
+    if (!find_block(a.groups, a.tiling.k, t, at_rows)) return;
+    fill_tile_of_groups<T>(a, at_rows, tile);
+  } else {
+    fill_tile<T>(a, t, tile);
+  }
   if (a.panels.done) {
     if (threadIdx.x == 0) wait_for(a.panels, item.panel);
     __syncthreads();
   }
-  if constexpr (row != Kind::none) load_outer<row>(a.row, t, false, a.panels.done, ex);
+  if constexpr (row != Kind::none) load_outer<row>(a.row, at_rows, false, a.panels.done, ex);
   if constexpr (col != Kind::none) load_outer<col>(a.col, t, true, false, ex);
   wait_copies();
   __syncthreads();
   if (a.sums) sum_columns<T>(a.sums, a.x.cols, t, tile, ex);
-  if constexpr (row != Kind::none) most[0] = cast_rows<T, row>(a.row, t, a.derived, tile, ex);
+  if constexpr (row != Kind::none) most[0] = cast_rows<T, row>(a.row, at_rows, a.derived, tile, ex);
   if constexpr (col != Kind::none) {
     if (a.derived) __syncthreads();
     const bool collected = row != Kind::none && !a.derived && is_square(a.row.spec) && a.row.spec.block_m == a.col.spec.block_m;
     most[1] = cast_columns<T, col>(a.col, t, collected, tile, staging, ex);
     __syncthreads();
+    if constexpr (kGrouped) t.rows = kTile;
     store_columns<col>(a.col, t, staging);
   }
   if constexpr (row == Kind::fp8) raise_history(a.row, &ex.most[0], most[0]);
@@ -423,6 +449,16 @@ void launch_kinds(const CastArgs& args, const Where& where) {
   const auto kernel = cast_tiles<T, row, col>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "quantize");
   launch(kernel, grid_for(args.items), bytes, where, "quantize", args);
+}
+
+template <class T>
+void launch_groups(const CastArgs& args, Kind row, const Where& where) {
+  const auto start = [&](auto kernel) {
+    const int bytes = kTileBytes<T> + kStagingBytes;
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "quantize");
+    launch(kernel, grid_for(args.items), bytes, where, "quantize", args);
+  };
+  row == Kind::none ? start(cast_tiles<T, Kind::none, Kind::fp8, true>) : start(cast_tiles<T, Kind::fp8, Kind::fp8, true>);
 }
 
 // FP4 without options has kernels of its own for BF16 only; other tensors take those that have the options too.

@@ -46,11 +46,20 @@ struct CastArgs {
   float* sums;  // null, or a row a row of tiles
   bool derived;
   const int32_t* noop;
+  Groups groups;
 };
 
 // Launches the kernel for a storage type and the kinds of both directions.
 template <class T>
 void launch_cast(const CastArgs& args, Kind row, Kind col, const Where& where);
+
+// The same for groups; FP8 columns, and rows or none.
+template <class T>
+void launch_groups(const CastArgs& args, Kind row, const Where& where);
+
+extern template void launch_groups<Float32>(const CastArgs&, Kind, const Where&);
+extern template void launch_groups<BFloat16>(const CastArgs&, Kind, const Where&);
+extern template void launch_groups<Float16>(const CastArgs&, Kind, const Where&);
 
 extern template void launch_cast<Float32>(const CastArgs&, Kind, Kind, const Where&);
 extern template void launch_cast<BFloat16>(const CastArgs&, Kind, Kind, const Where&);

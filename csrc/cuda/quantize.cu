@@ -118,6 +118,23 @@ void launch_pair(const PairArgs& p, bool looks, const Where& where) {
   by_dtype(x.dtype, [&](auto t) { launch_cast<decltype(t)>(a, row, col, where); });
 }
 
+// All groups' columns, and their rows beside them.
+void launch_of_groups(const PairArgs& p, const Where& where) {
+  const Groups& g = p.groups;
+  const Matrix x = contiguous_strides(p.col.x);
+  CastArgs a{};
+  a.x = x;
+  a.vector = loads_vectors(x);
+  a.tiling = make_tiling(g.count * kTile, x.cols, false);
+  a.items = a.tiling.count;
+  a.groups = g;
+  QuantizeArgs col = p.col, row = p.row;
+  col.x = Matrix{x.data, x.dtype, g.count * kTile, x.cols, x.row_stride, x.col_stride};
+  a.col = make_direction(col, false);
+  if (p.has_row) a.row = make_direction(row, false);
+  by_dtype(x.dtype, [&](auto t) { launch_groups<decltype(t)>(a, p.has_row ? Kind::fp8 : Kind::none, where); });
+}
+
 bool has_work(const QuantizeArgs& a) { return a.x.rows * a.x.cols > 0 || is_preset(a.spec); }
 
 // Whether the row amaxes of a cast can be taken on the way: those of the values as they are, not transformed.
@@ -130,6 +147,7 @@ bool can_look(const PairArgs& p) {
 
 void quantize(const PairArgs& args, const Where& where) {
   const OnDevice on(where, "quantize");
+  if (args.groups.ends) return launch_of_groups(args, where);
   const bool looks = can_look(args);
   PairArgs p = args;
   p.has_row = args.has_row && !looks;

@@ -15,6 +15,7 @@ constexpr int kRowsAtOnce = kThreads / kLinesAcross;  // rows that a thread bloc
 struct Tile {
   int64_t m0, k0;
   int rows, cols;
+  int64_t lines = 0;  // of outer scales of columns, before the first of this tile's group
 };
 
 // How a matrix splits into tiles, one a thread block. `backwards`: the last one first. `halves`: the tiles of a row's halves
@@ -59,19 +60,20 @@ __device__ __forceinline__ int element_offset(int i, int j) {
   return chunk_offset<T>(i, j / kPerChunk) + j % kPerChunk * static_cast<int>(sizeof(typename T::Raw));
 }
 
-// Starts to fill a tile, with zeros where the matrix ends; wait_copies and a barrier end it. `vector`: rows are contiguous and their 16-byte chunks aligned.
-template <class T>
-__device__ void start_tile(const Matrix& x, bool vector, const Tile& t, char* tile) {
+// Starts to fill a tile, with zeros where the matrix ends; wait_copies and a barrier end it. `vector`: rows are contiguous and
+// their 16-byte chunks aligned. row_of(i): elements from the matrix's first to the tile's row i.
+template <class T, class RowOf>
+__device__ void start_tile(const Matrix& x, bool vector, const Tile& t, char* tile, RowOf&& row_of) {
   using Raw = typename T::Raw;
   constexpr int kPerChunk = kVector / static_cast<int>(sizeof(Raw)), kChunks = kTile / kPerChunk;
-  const Raw* base = static_cast<const Raw*>(x.data) + t.m0 * x.row_stride + t.k0 * x.col_stride;
+  const Raw* base = static_cast<const Raw*>(x.data) + t.k0 * x.col_stride;
   if (vector) {
     MH_UNROLL
     for (int n = 0; n < kTile * kChunks / kThreads; ++n) {
       const int at = n * kThreads + threadIdx.x, i = at / kChunks, chunk = at % kChunks;
       const int left = i < t.rows ? (t.cols - chunk * kPerChunk) * static_cast<int>(sizeof(Raw)) : 0;
       const int valid = min(max(left, 0), kVector);
-      copy_async<kVector>(tile + chunk_offset<T>(i, chunk), valid ? base + i * x.row_stride + chunk * kPerChunk : base, valid);
+      copy_async<kVector>(tile + chunk_offset<T>(i, chunk), valid ? base + row_of(i) + chunk * kPerChunk : base, valid);
     }
     return;
   }
@@ -79,7 +81,7 @@ __device__ void start_tile(const Matrix& x, bool vector, const Tile& t, char* ti
   for (int at = threadIdx.x; at < kTile * kTile; at += kThreads) {
     const int i = down ? at % kTile : at / kTile, j = down ? at / kTile : at % kTile;
     const bool inside = i < t.rows && j < t.cols;
-    *reinterpret_cast<Raw*>(tile + element_offset<T>(i, j)) = inside ? base[i * x.row_stride + j * x.col_stride] : Raw{};
+    *reinterpret_cast<Raw*>(tile + element_offset<T>(i, j)) = inside ? base[row_of(i) + j * x.col_stride] : Raw{};
   }
 }
 

@@ -62,12 +62,27 @@ struct QuantizeArgs {
   int32_t* scratch;        // one a kPanelRows rows, or null: lets a CUDA cast take row amaxes without a pass of their own
 };
 
+// Rows of a tensor in groups, each in blocks of kPanelRows rows that begin where the group does, the last one cut: the map
+// of the blocks, made on the device (ops_triton/grouped_gemm.py). ends (groups,): the block after each group's last; blocks
+// (3, count): of each block its group, its first row among all groups' and how many it has. `choice`: null, or row r of all
+// groups' is a copy of row choice[r] / parts of the tensor. `rows`: of all groups.
+struct Groups {
+  const int32_t *ends, *blocks;
+  int64_t groups, count, rows;
+  const int32_t* choice;
+  int64_t parts;
+};
+
 // Both directions of one tensor, or one of them. `derived`: the column is cast from the row's decode, rounded to the
 // dtype of `x`. `sums`: CUDA only, null or one FP32 row of sums over M a kPanelRows rows of `x`, taken in the same read;
 // then neither direction need be there, and `row.x` is the tensor. `gate`: CUDA only, null or a matrix of the shape, dtype
 // and strides of `x`; what is cast and summed is then silu(gate) * x, rounded to that dtype. `grad`: CUDA only, null or a
 // matrix of that dtype with the rows of `x`, `grad_stride` elements apart, and half its columns, contiguous; what is cast and
 // summed is then the gradient of gate and up, side by side in `x`, for `grad` being that of silu(gate) * up.
+//
+// `groups.ends` set: CUDA only, FP8 with FP32 scales of whole rows, of whole columns and of 128 elements. A column payload is
+// (K, count * kPanelRows), whole blocks, with code 0 where a block has no row, and scales (count, K), or (groups, K) from such
+// amaxes. A row payload is of all groups' rows, as without groups.
 struct PairArgs {
   QuantizeArgs row, col;
   bool has_row, has_col;
@@ -76,6 +91,7 @@ struct PairArgs {
   const void* gate;
   const void* grad;
   int64_t grad_stride;
+  Groups groups;
 };
 
 struct DequantizeArgs {

@@ -50,9 +50,7 @@ def cast_emulated(module, outs, x, states, rng, derived=False, sums=None, gate=N
             sides.append(None)
             continue
         side = _side(out, None, state, None, copies)
-        plain = kernels.spec(side.format, out.direction, x.device)
-        fields = ("element", "scale_rule", "axis", "block_m", "block_k", "pow2", "eps", "outer_rows", "rht", "sr")
-        spec = module.FormatSpec(**{f: getattr(plain, f) for f in fields})
+        spec = module_spec(module, side.format, out.direction, x.device)
         looks = side.measured is not None and side.format.outer_axis == "row" and out.direction == ROWWISE
         scratch = torch.empty(-(-x.shape[0] // module.PANEL_ROWS), dtype=torch.int32) if looks else None
         keep.append((side, scratch))
@@ -254,3 +252,70 @@ def test_linears_around_swiglu(emulated_linears, recipe):
         found.append(fc1.plan.calls)
     for a, b in zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True):
         assert a == b if isinstance(a, dict) else all(map(torch.equal, a, b))
+
+
+def the_map(sizes):
+    """`ops_triton.grouped_gemm.block_map` of host sizes: ends, and (group, first row, rows) of every block."""
+    blocks, ends, row = [], [], 0
+    for group, size in enumerate(sizes):
+        blocks += [(group, row + at, min(128, size - at)) for at in range(0, size, 128)]
+        row, ends = row + size, [*ends, len(blocks)]
+    room = len(blocks) + 2  # as where only the device knows the sizes; what is behind the last block means nothing
+    padded = torch.full((3, room), -(1 << 30), dtype=torch.int32)
+    padded[:, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32).T if blocks else padded[:, :0]
+    return torch.tensor(ends, dtype=torch.int32), padded
+
+
+@pytest.mark.parametrize("name", ["fp8_block_e4m3", "fp8_block_e5m2", "fp8_rowwise_e4m3"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("K, copied", [(256, False), (256, True), (144, False), (33, True)])
+def test_groups(emulated, name, dtype, K, copied):
+    """All groups' columns, and the rows beside them, are what casts of each group alone give, zeros between them."""
+    sizes, tokens = [5, 0, 300, 128, 1], 70
+    T, fmt = sum(sizes), parse_format(name)
+    g = torch.Generator().manual_seed(1)
+    x = (torch.randn(tokens if copied else T, K, generator=g) * 8).to(dtype)
+    x[3, 7], x[10], x[11, 1] = float("nan"), 0, float("-inf")
+    choice = torch.randint(0, tokens * 3, (T,), generator=g, dtype=torch.int32)
+    rows = x[choice.long() // 3] if copied else x
+    ends, blocks = the_map(sizes)
+    count = blocks.shape[1]
+    whole = fmt.outer_axis == "row"
+    codes = torch.full((K, count * 128), 0xAA, dtype=torch.uint8)
+    scale = torch.full((len(sizes) if whole else count, K), float("nan"))
+    parts = rows.split(sizes)
+    tops = [p.float().abs().nan_to_num(nan=float("nan"), posinf=float("inf")) for p in parts]
+    amax = torch.stack([t.amax(0) if len(t) else torch.zeros(K) for t in tops])
+    spec = lambda d: module_spec(emulated, fmt, d, x.device)  # noqa: E731
+    column = (spec(COLUMNWISE), codes.data_ptr(), True, scale.data_ptr(), amax.data_ptr() if whole else 0, False, 0, 0)
+    row = row_codes = row_scale = None
+    if not copied:
+        row_codes, row_amax = torch.full((T, K), 0xAA, dtype=torch.uint8), x.float().abs().amax(1)
+        row_scale = torch.full((T, 1 if whole else -(-K // 128)), float("nan"))
+        row = (
+            spec(ROWWISE), row_codes.data_ptr(), False, row_scale.data_ptr(), row_amax.data_ptr() if whole else 0, False, 0, 0,
+        )  # fmt: skip
+    by = (choice.data_ptr(), 3) if copied else (0, 1)
+    groups = (ends.data_ptr(), blocks.data_ptr(), len(sizes), count, T, *by)
+    emulated.quantize_pair(row, column, *kernels._matrix(x), False, 0, 0, 0, 0, 0, 0, 0, groups=groups)
+    first = 0
+    for group, part in enumerate(parts):
+        num = -(-len(part) // 128)
+        mine, blank = codes[:, first * 128 : (first + num) * 128], num * 128 - len(part)
+        if len(part):
+            expected = cast(part.contiguous(), fmt, COLUMNWISE, transposed=True)
+            assert torch.equal(mine[:, : len(part)], expected.qdata)
+            found = scale[group] if whole else scale[first : first + num]
+            assert torch.equal(found.reshape(expected.scale.shape), expected.scale)
+        assert (mine[:, len(part) :] == 0).all() and mine[:, len(part) :].shape == (K, blank)
+        first += num
+    assert (codes[:, first * 128 :] == 0xAA).all()
+    if row is not None:
+        expected = cast(x, fmt, ROWWISE)
+        assert torch.equal(row_codes, expected.qdata) and torch.equal(row_scale, expected.scale.reshape(row_scale.shape))
+
+
+def module_spec(module, fmt, direction, device):
+    plain = kernels.spec(fmt, direction, device)
+    fields = ("element", "scale_rule", "axis", "block_m", "block_k", "pow2", "eps", "outer_rows", "rht", "sr")
+    return module.FormatSpec(**{f: getattr(plain, f) for f in fields})
