@@ -29,7 +29,7 @@ from .recipe_grammar import (
     read_rule,
     settings_to_dict,
 )
-from .recipe_rules import Rule, Settings, explain_no_match
+from .recipe_rules import Rule, Settings, explain_idle_part, explain_no_match
 from .recipe_source import SUFFIXES, RecipeError, RecipeWarning, from_object, read_file
 from .roles import DPA, LINEAR, ModuleRole
 
@@ -195,8 +195,8 @@ class Recipe:
     def check_matches(self, modules: Iterable[ModuleRole]) -> None:
         """Check the recipe against the whole model: the modules of all pipeline stages and all experts.
 
-        Raises ``RecipeError`` for a rule that matches none of them or has no effect on those it matches, and for
-        whatever :meth:`resolve` refuses for any of them at any step. Warns of a rule that never decides anything
+        Raises ``RecipeError`` for a rule that matches none of them, names layers or experts that are not among them or
+        has no effect on those it matches, and for whatever :meth:`resolve` refuses for any of them at any step. Warns of a rule that never decides anything
         because earlier rules always do.
         """
         modules = list(modules)
@@ -236,6 +236,8 @@ class Recipe:
         if not matched:
             reason = explain_no_match(rule.match, modules)
             raise self._error(f"rules[{index}] matches nothing in the model: {reason}", rule.line)
+        if idle := explain_idle_part(rule.match, modules):
+            raise self._error(f"rules[{index}] names what the model has not: {idle}; leave that part out", rule.line)
         if rule.leaves_alone or any(self._rules_reach(module) for module in matched):
             return
         reason = (

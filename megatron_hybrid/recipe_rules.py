@@ -43,6 +43,11 @@ class Ranges:
     def holds(self, number: int, total: int | None = None) -> bool:
         return any(span.holds(number, total) for span in self.spans)
 
+    def idle_parts(self, numbers: range) -> list[str]:
+        """The parts of the comma list that hold none of the numbers."""
+        parts = zip(self.text.split(","), self.spans)
+        return [part for part, span in parts if not any(span.holds(number, numbers[-1]) for number in numbers)]
+
     def boundaries(self) -> set[int]:
         """Numbers at which membership can change."""
         return {edge for span in self.spans for edge in (span.start, span.stop) if edge is not None}
@@ -188,6 +193,17 @@ def explain_no_match(match: Match, modules: list[ModuleRole]) -> str:
     if not unmet:
         return f"no module meets {' and '.join(k for k in match.given() if k != 'steps')} together"
     return "; ".join(f"{key} {match.given()[key]!r}: {_EXISTING[key](match, modules)}" for key in unmet)
+
+
+def explain_idle_part(match: Match, modules: list[ModuleRole]) -> str | None:
+    """What a rule that matches something says in vain: a part of its layers or experts that the model has not."""
+    for key, lowest, attributes in (("layers", 1, ("layer", "num_layers")), ("experts", 0, ("expert",))):
+        ranges = getattr(match, key)
+        if ranges is not None:
+            highest = max(n for module in modules for a in attributes if (n := getattr(module, a)) is not None)
+            if idle := ranges.idle_parts(range(lowest, highest + 1)):
+                return f"{key} {', '.join(map(repr, idle))} of {ranges.text!r}, the model's are {lowest} to {highest}"
+    return None
 
 
 def _existing_names(match: Match, modules: list[ModuleRole]) -> str:

@@ -15,6 +15,8 @@ RECIPES = {
     "nothing.yaml": "version: 1\nname: nothing\ndefaults: mxfp8_e4m3\n"
     'rules:\n  - match: {name: "*.linear_fc3"}\n    use: high_precision\n',
     "beyond.yaml": 'version: 1\nname: beyond\ndefaults: mxfp8_e4m3\nrules:\n  - match: {layers: "7"}\n    use: nvfp4\n',
+    "part.yaml": "version: 1\nname: part\ndefaults: mxfp8_e4m3\n"
+    'rules:\n  - match: {layers: "first:1,9"}\n    use: nvfp4\n',
     "lives.yaml": "version: 1\nname: lives\ndefaults: mxfp8_e4m3\nweights: quantized\n",
     "lone.yaml": 'version: 1\nname: lone\ndefaults:\n  wgrad: {grad_output: "nvfp4:rht", input: nvfp4}\n',
 }
@@ -39,6 +41,7 @@ TABLE = {
     "unknown_option": (recipe("option.yaml"), ["option.yaml:4", "'2dd'", "'2d'"]),
     "rule_for_no_module": (recipe("nothing.yaml"), ["nothing.yaml:5", "matches nothing in the model", "'linear_fc2'"]),
     "rule_for_no_layer": (recipe("beyond.yaml"), ["beyond.yaml:5", "the model's layers are 1 to 2"]),
+    "rule_for_a_layer_too_many": (recipe("part.yaml"), ["part.yaml:5", "layers '9' of 'first:1,9', the model's are 1 to 2"]),
     "lone_transform": (recipe("lone.yaml"), ["lone.yaml:4", "wgrad: rht must be on both operands"]),
     "unknown_backward": (["--hq-backward", "bf16"], ["--hq-backward", "high_precision"]),
     "unknown_flag": (["--hq-recipes", "mxfp8"], ["--hq-recipes", "did you mean --hq-recipe?"]),

@@ -321,6 +321,7 @@ MODEL = [
     ],
     ModuleRole(LINEAR, "output_layer", lm_head=True),
 ]
+EXPERTS = [ModuleRole(GROUPED_LINEAR, "mlp.experts.linear_fc1", layer=2, num_layers=4, expert=e) for e in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -348,6 +349,23 @@ def test_c81_a_rule_that_matches_nothing_is_an_error(match, words, tmp_path):
     assert str(caught.value).startswith(f"{path}:{line}: rules[1] ")
     for word in words:
         assert word in str(caught.value), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "match, words",
+    [
+        ({"layers": "first:1,last:1,9"}, "layers '9' of 'first:1,last:1,9', the model's are 1 to 4"),
+        ({"layers": "7:9,2,5"}, "layers '7:9', '5' of '7:9,2,5'"),
+        ({"experts": "0,40:", "name": "*"}, "experts '40:' of '0,40:', the model's are 0 to 7"),
+    ],
+)
+def test_a_part_of_a_list_beyond_the_model_is_an_error(match, words, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("version: 1\nrules:\n" + yaml.safe_dump([rule(FP4, layers=1), rule({"fprop": MX}, **match)]))
+    made = Recipe.load(path)
+    with pytest.raises(RecipeError) as caught:
+        made.check_matches([*MODEL, *EXPERTS])
+    assert str(caught.value).startswith(f"{path}:{made.rules[1].line}: rules[1] names what the model has not: {words}")
 
 
 def test_rules_that_match_pass():
