@@ -7,6 +7,9 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from . import __version__
+from .loading import say_loading
+
 COMMANDS = {
     "doctor": "check the installation: kernels, devices, gemm backends, Megatron, its patches, Apex",
     "explain": "what every gemm of a model would run, and the bytes it keeps and gathers; nothing is trained",
@@ -15,6 +18,7 @@ COMMANDS = {
     "report": "an HTML page about runs: losses, signal-to-noise ratios, outliers, time, recipes",
     "recipes": "list the shipped recipes, a line each",
 }
+_LOADS = {"doctor": ("torch", "megatron.core"), "explain": ("torch",), "export": ("torch",), "import": ("torch",)}
 _MODULES = {"import": "import_"}  # a word of the language cannot be a module's name
 EXIT_MISTAKE = 2
 
@@ -22,7 +26,8 @@ EXIT_MISTAKE = 2
 def parser() -> argparse.ArgumentParser:
     """The whole command line."""
     main_parser = argparse.ArgumentParser(prog="megatron-hybrid", description="Tools of megatron_hybrid.")
-    commands = main_parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    main_parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = main_parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, summary in COMMANDS.items():
         module = importlib.import_module(f".commands.{_MODULES.get(name, name)}", __package__)
         sub = commands.add_parser(name, help=summary, description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -33,7 +38,12 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand. Exit status: 0; 1 where a check failed; 2 for a mistake, whose cause is printed."""
-    args = parser().parse_args(argv)
+    whole = parser()
+    args = whole.parse_args(argv)
+    if args.command is None:
+        whole.print_help(sys.stderr)
+        return EXIT_MISTAKE
+    say_loading(*_LOADS.get(args.command, ()))
     try:
         return args.run(args)
     except BrokenPipeError:  # a reader such as head has seen enough

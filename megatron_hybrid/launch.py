@@ -17,6 +17,8 @@ import runpy
 import sys
 from pathlib import Path
 
+from .loading import say_loading
+
 USAGE = """usage: torchrun --nproc-per-node N -m megatron_hybrid.launch SCRIPT.py [Megatron's flags] [--hq-... flags]
 
 Runs a Megatron pretraining script for GPT models with the flags of scripts/pretrain_gpt.py --help added to its own.
@@ -43,6 +45,7 @@ def prepare(*, hybrid_models: bool = False) -> None:
         if flag == "--hq-recipe" and ":" not in value:  # not a function, which may import anything
             Recipe.load(value)
 
+    say_loading("torch", "megatron.core")
     import torch
 
     from . import patches

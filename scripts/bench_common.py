@@ -10,7 +10,10 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import torch
+from megatron_hybrid.loading import say_loading
+
+say_loading("torch")
+import torch  # noqa: E402
 
 from megatron_hybrid.observe.profile import CASTS, COLLECTIVES, GEMMS, OTHER, kind
 

@@ -25,6 +25,7 @@ from demo_lib.launch import Outcome, TrainingFailed, run_training  # noqa: E402
 from demo_lib.settings import DEFAULT_RECIPE, MODEL_CONFIG, ROOT, Settings, load_model, training_run  # noqa: E402
 
 from megatron_hybrid.data.entropy import Entropies  # noqa: E402
+from megatron_hybrid.loading import say_loading  # noqa: E402
 from megatron_hybrid.observe.plots import plot_losses  # noqa: E402
 from megatron_hybrid.observe.training_log import TrainingLog  # noqa: E402
 
@@ -89,6 +90,7 @@ def prepare(args: argparse.Namespace) -> tuple[Path, str, Entropies]:
 def choose_device(wanted: str) -> str:
     if wanted == "cpu":
         return "cpu"
+    say_loading("torch")
     import torch
 
     gpus = torch.cuda.device_count()

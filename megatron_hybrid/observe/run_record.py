@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from .. import __version__
 from ..recipe import Recipe
+from ..whole_file import write_whole
+
+if TYPE_CHECKING:  # whoever reads a record need not load it
+    import torch
 
 SUFFIX = ".run.json"
 _ARGUMENTS = (
@@ -25,6 +28,8 @@ def record_path(numbers: Path) -> Path:
 
 def write(numbers: str | Path, recipe: Recipe, summary: list[str], args: dict, device: torch.device) -> None:
     """Describe the run whose numbers go into a file; a record that is there (of a run that is resumed) is replaced."""
+    import torch
+
     path = record_path(Path(numbers))
     device = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     found = {
@@ -37,7 +42,7 @@ def write(numbers: str | Path, recipe: Recipe, summary: list[str], args: dict, d
         "arguments": {name: args[name] for name in _ARGUMENTS if args.get(name) is not None},
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    write_whole(path, json.dumps(found, indent=1, default=str) + "\n")
 
 
 def read(numbers: Path) -> dict:

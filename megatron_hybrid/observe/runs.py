@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..gemm import OPERANDS
+from ..quantizer_spec import GEMMS
 from . import run_record
 from .training_log import TrainingLog, parse_log, read_metrics
 
@@ -21,7 +21,7 @@ TIMERS = (
     "forward-send-forward-recv", "forward-send-backward-recv", "backward-send-forward-recv",
     "backward-send-backward-recv", "all-grads-sync", "optimizer",
 )  # fmt: skip
-SLOTS = tuple((gemm, operand) for gemm, operands in OPERANDS.items() for operand, _ in operands)
+SLOTS = tuple((gemm, operand) for gemm, operands in GEMMS.items() for operand in operands)
 _TIMER = re.compile(r"^\s+([a-z-]+) \.+: \(([\d.]+), ([\d.]+)\)", re.MULTILINE)
 _FAR, _FEW_DB = 3.5, 2.0  # an outlier's distance from its kind's median, in median deviations and in dB
 _SATURATED, _UNDERFLOWN = 1e-3, 0.05

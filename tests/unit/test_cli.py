@@ -1,6 +1,7 @@
 """The installed command: recipes, explain, doctor."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,44 @@ def test_recipes_are_listed_a_line_each(capsys):
     code, out, _ = run(capsys, "recipes")
     assert code == 0
     assert [line.split()[0] for line in out.splitlines()] == [name for name, _ in list_recipes()]
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    code, out, err = run(capsys)
+    assert code == 2 and not out and err.startswith("usage: megatron-hybrid") and all(name in err for name in COMMANDS)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as leave:
+        main(["--version"])
+    assert leave.value.code == 0 and capsys.readouterr().out == f"megatron-hybrid {mh.__version__}\n"
+
+
+def fresh(*words: str, **env: str) -> subprocess.CompletedProcess:
+    """A process of its own, in which nothing is loaded yet."""
+    return subprocess.run([sys.executable, *words], capture_output=True, text=True, env=os.environ | env)
+
+
+def test_a_command_that_loads_torch_says_so_before(tmp_path):
+    done = fresh("-m", "megatron_hybrid.cli", "explain", "--recipe", "mxfp8", "--model", model_file(tmp_path), "--device", "cpu")
+    assert done.returncode == 0 and done.stderr == "[megatron_hybrid] loading torch ...\n" and "loading" not in done.stdout
+
+
+@pytest.mark.parametrize("argv", [["recipes"], ["report", "nowhere"]])
+def test_others_do_not_load_it(argv):
+    cli = f"from megatron_hybrid.cli import main\nimport sys\nmain({argv})\nassert 'torch' not in sys.modules"
+    done = fresh("-c", cli)
+    assert done.returncode == 0 and "loading" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_the_launcher_says_on_rank_0_that_it_loads(rank, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("print('trains')")
+    done = fresh("-m", "megatron_hybrid.launch", str(script), RANK=rank)
+    assert done.returncode == 0 and done.stdout == "trains\n"
+    said = "[megatron_hybrid] loading torch and Megatron ...\n"
+    assert done.stderr.startswith(said) if rank == "0" else said not in done.stderr
 
 
 def test_every_command_has_a_summary_and_help(capsys):
