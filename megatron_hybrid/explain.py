@@ -71,8 +71,7 @@ def explain(model, shapes: Mapping[str, LinearShape] | None = None) -> Table:
         "pads to",
         "kept for backward",
     )
-    sums = _byte_totals(plans, shapes) if shapes else ()
-    return Table(header + (("saved", "gathered") if shapes else ()), tuple(rows), (_totals(plans), *sums))
+    return Table(header + (("saved", "gathered") if shapes else ()), tuple(rows), totals(plans, shapes))
 
 
 def _plan_rows(name: str, plan: GemmPlan, shapes):
@@ -84,19 +83,27 @@ def _plan_rows(name: str, plan: GemmPlan, shapes):
         row = (name, gemm, a, b, step.accumulation, step.backend.name, step.runs, pads, saved)
         if shapes:
             shape = shapes.get(name)
-            row += ("?", "?") if shape is None else _bytes_cells(plan, gemm, kept.get(gemm), shape)
+            row += (bytes_saved(plan, kept[gemm], shape) if gemm in kept else "-", bytes_gathered(plan, gemm, shape))
         yield row
 
 
-def _bytes_cells(plan: GemmPlan, gemm: str, kept: str | None, shape: LinearShape) -> tuple[str, str]:
-    """What is kept, and what is received before this gemm: an input for fprop and wgrad, a gradient for dgrad and wgrad."""
-    saved = format_bytes(shape.saved_bytes(plan, kept)) if kept else "-"
+def bytes_saved(plan: GemmPlan, operand: str, shape: LinearShape | None) -> str:
+    """What a linear's forward keeps of an operand; ``?`` without its size."""
+    return "?" if shape is None else format_bytes(shape.saved_bytes(plan, operand))
+
+
+def bytes_gathered(plan: GemmPlan, gemm: str, shape: LinearShape | None) -> str:
+    """What a rank receives before a gemm: an input for fprop and wgrad, a gradient for dgrad and wgrad; ``-``: nothing."""
     direction = dict(OPERANDS[gemm]).get(plan.gathered)
-    return saved, "-" if direction is None else format_bytes(shape.gathered_bytes(plan, direction))
+    if direction is None:
+        return "-"
+    return "?" if shape is None else format_bytes(shape.gathered_bytes(plan, direction))
 
 
-def _totals(plans) -> str:
-    return f"{len(plans)} linears; {describe_runs(plan for _, plan in plans)}"
+def totals(plans: list[tuple[str, GemmPlan]], shapes: Mapping[str, LinearShape]) -> tuple[str, ...]:
+    """Lines below a table: how many linears and what they run; with sizes, sums of bytes beside bf16's."""
+    counted = f"{len(plans)} linears; {describe_runs(plan for _, plan in plans)}"
+    return counted, *(_byte_totals(plans, shapes) if shapes else ())
 
 
 def _byte_totals(plans, shapes) -> tuple[str, ...]:

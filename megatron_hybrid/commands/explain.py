@@ -13,7 +13,7 @@ _SM = re.compile(r"sm_?(\d+)(\d)a?")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--recipe, --model or --checkpoint, --device."""
+    """--recipe, --model or --checkpoint, --device, --per-layer."""
     parser.add_argument(
         "--recipe", metavar="NAME|PATH", help="the recipe; default: the one that a --checkpoint was trained with"
     )
@@ -22,6 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--checkpoint", metavar="DIR", help="a torch_dist checkpoint, or the folder of --save")
     parser.add_argument(
         "--device", default="here", metavar="sm_90|cpu", help="sm_NN, cpu, or here: this machine's (the default)"
+    )
+    parser.add_argument(
+        "--per-layer", action="store_true", help="a row for every linear and gemm, some 200 columns wide, nothing grouped"
     )
 
 
@@ -48,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     recipe.check_matches(enumerate_modules(shape))
     device = parse_device(args.device)
     print(f"recipe {recipe.name} ({recipe.fingerprint[:12]}) on {device}")
-    for part in explained(plans_by_step(recipe, shape, device, shape), shape):
+    for part in explained(plans_by_step(recipe, shape, device, shape), shape, per_layer=args.per_layer):
         print(part)
     return 0
 

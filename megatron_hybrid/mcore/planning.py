@@ -13,6 +13,7 @@ import torch
 
 from ..distributed.tp import column_sharding, row_sharding
 from ..explain import Table, explain
+from ..explain_groups import explain_alike, wrapped
 from ..formats import DIRECTIONS
 from ..grouped_at_once import build, why_not
 from ..model_shape import LinearShape, ModelShape
@@ -115,15 +116,19 @@ def cut_shards(plans: dict[str, GemmPlan]) -> dict[str, list[str]]:
     return found
 
 
-def explained(at_step: dict[int, dict[str, GemmPlan]], shape: ModelShape) -> Iterator[str | Table]:
-    """What is printed: a table for each step at which the rules change, under a line that says from when on."""
+def explained(
+    at_step: dict[int, dict[str, GemmPlan]], shape: ModelShape, *, per_layer: bool = False
+) -> Iterator[str | Table]:
+    """What is printed: layers that are alike together, for each step at which the rules change, under a line that says
+    from when on. per_layer: a row for every linear and gemm instead."""
     roles = {role.name: role for role in enumerate_modules(shape)}  # of experts one: they have one size
     for step, plans in at_step.items():
         if len(at_step) > 1:
             yield f"from iteration {step} on:"
         sizes = {label: _size(label, plan, roles, shape) for label, plan in plans.items()}
-        yield explain(list(plans.items()), sizes)
-        yield from grouped_notes(plans, sizes)
+        yield (explain if per_layer else explain_alike)(list(plans.items()), sizes)
+        for note in grouped_notes(plans, sizes):
+            yield "\n".join(wrapped(note))
 
 
 def _size(label: str, plan: GemmPlan, roles: dict[str, ModuleRole], shape: ModelShape) -> LinearShape | None:

@@ -245,11 +245,13 @@ def test_attention_can_be_disabled_for_the_control(runs):
 
 def test_explain_lists_every_module_and_stops(runs):
     first, second = runs[1]["explain"].output
-    names = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-    for layer in range(2):
-        for name in names:
-            rows = [row for row in first.splitlines() if row.startswith(f"decoder.layers.{layer}.{name} ")]
-            assert [row.split()[1] for row in rows] == ["fprop", "dgrad", "wgrad"]
-            assert all(("mxfp8_e4m3" in row) == (layer == 1) for row in rows)
+    lines = first.splitlines()
+    names = "self_attention.linear_qkv, self_attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2"
+    for layer, fmt in enumerate(("high_precision", "mxfp8_e4m3")):
+        at = lines.index(f"decoder.layers.{layer}")
+        assert lines[at + 1].strip() == names
+        rows = [row.split() for row in lines[at + 4 : at + 7]]
+        assert [(row[0], row[2], row[4]) for row in rows] == [(gemm, fmt, fmt) for gemm in ("fprop", "dgrad", "wgrad")]
+    assert max(map(len, lines)) <= 120
     assert "output_layer" in first and "9 linears" in first
     assert "iteration" not in first and "end of arguments" not in first and "decoder" not in second

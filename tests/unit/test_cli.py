@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,10 +13,12 @@ from linear_cases import saved_tensors
 
 import megatron_hybrid as mh
 from megatron_hybrid.cli import COMMANDS, main
-from megatron_hybrid.explain import explain, format_bytes
+from megatron_hybrid.explain import Table, explain, format_bytes
+from megatron_hybrid.gemm import DeviceKind
+from megatron_hybrid.mcore.planning import explained, plans_by_step
 from megatron_hybrid.model_shape import LinearShape, ModelShape, ShapeError
 from megatron_hybrid.plan import INPUT, WEIGHT
-from megatron_hybrid.recipe import list_recipes
+from megatron_hybrid.recipe import Recipe, list_recipes
 
 FLAGS = {"num-layers": 2, "hidden-size": 64, "num-attention-heads": 4, "seq-length": 32, "micro-batch-size": 4,
          "tensor-model-parallel-size": 2, "sequence-parallel": True, "swiglu": True, "vocab-size": 100,
@@ -87,7 +90,8 @@ def test_every_command_has_a_summary_and_help(capsys):
 
 @pytest.mark.parametrize("recipe", [name for name, _ in list_recipes() if "rowscaled" not in name])
 def test_explain_plans_every_recipe_for_a_gpu_that_is_not_there(recipe, capsys, tmp_path):
-    code, out, err = run(capsys, "explain", "--recipe", recipe, "--model", model_file(tmp_path), "--device", "sm_90")
+    path = model_file(tmp_path)
+    code, out, err = run(capsys, "explain", "--recipe", recipe, "--model", path, "--device", "sm_90", "--per-layer")
     assert code == 0 and not err
     rows = [line for line in out.splitlines() if line.startswith(("decoder.", "output_layer"))]
     times = 2 if "late" in recipe else 1
@@ -95,9 +99,78 @@ def test_explain_plans_every_recipe_for_a_gpu_that_is_not_there(recipe, capsys, 
     assert "on sm_90" in out.splitlines()[0] and out.count("inputs kept for backward, a microbatch:") == times
 
 
+MODELS = sorted((Path(__file__).parents[2] / "configs" / "models").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("model", MODELS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", [name for name, _ in list_recipes()])
+def test_explain_fits_a_terminal_and_says_all_that_rows_say(recipe, model):
+    shape = ModelShape.load(model)
+    if "rowscaled" in recipe and not shape.num_experts:
+        return
+    small = (DeviceKind("cpu"), DeviceKind("cuda", (10, 0))) if shape.num_layers < 10 else ()
+    for device in (DeviceKind("cuda", (9, 0)), *small):
+        at_step = plans_by_step(Recipe.load(recipe), shape, device, shape)
+        text = "\n".join(map(str, explained(at_step, shape)))
+        tables = [part for part in explained(at_step, shape, per_layer=True) if isinstance(part, Table)]
+        assert max(map(len, text.splitlines())) <= 120 and len(text.splitlines()) <= 90 * len(at_step)
+        said = [section(table_of(part)) for part in explained(at_step, shape) if " linears; gemms: " in part]
+        assert len(said) == len(tables) == len(at_step)
+        for found, table in zip(said, tables):
+            assert found == {(row[0], row[1]): row[2:] for row in table}
+            assert set(table.notes) <= set(text.splitlines())
+
+
+def table_of(text: str) -> list[str]:
+    return text.split("\nrow, col: ")[0].splitlines()
+
+
+def section(lines: list[str]) -> dict:
+    """The rows of `explain`, read back from what is printed of layers that are alike."""
+    found, where, gemms = {}, "", {}
+    for line in lines:
+        cells = re.split(r"  +", line.strip())
+        depth = len(line) - len(line.lstrip())
+        if not line or set(line) <= {" ", "-"} or cells[0] in ("gemm", "bytes"):
+            continue
+        if depth == 0:
+            where, gemms, leaves = re.sub(r" \(\d+ layers alike\)", "", line), {}, [""]
+        elif depth == 2:
+            leaves = (leaves if leaves[-1].endswith(",") else []) + line.strip().split(", ")
+        elif cells[0] in ("fprop", "dgrad", "wgrad"):
+            for leaf in leaves:
+                gemms.setdefault(leaf.removesuffix(","), {})[cells[0]] = cells[1:]
+        else:
+            leaf = "" if cells[0] == where else cells[0]
+            for name in names(where, leaf):
+                found |= {(name, gemm): row(gemm, said, *cells[1:]) for gemm, said in gemms[leaf].items()}
+    return found
+
+
+def names(where: str, leaf: str) -> list[str]:
+    if not leaf:
+        return [where]
+    before, _, numbers = where.rpartition(".")
+    ends = [list(map(int, part.split("-"))) for part in numbers.split(",")]
+    return [f"{before}.{number}.{leaf}" for run in ends for number in range(run[0], run[-1] + 1)]
+
+
+def row(gemm, said, input_kept, weight_kept, gathered):
+    a, b, sums, runs, pads = said
+    kept = {"dgrad": f"weight {weight_kept}", "wgrad": f"input {input_kept}"}.get(gemm)
+    what, _, count = kept.rpartition(" ") if kept else ("-", "", "-")
+    if kept and count[-1] == "B":  # a number and its unit
+        what, number = what.rpartition(" ")[::2]
+        count = f"{number} {count}"
+    received = dict(part.split(" ", 1) for part in gathered.split(", ")) if gathered != "-" else {}
+    kind, _, backend = runs.partition(": ")
+    long = [operand.replace(".row ", ".rowwise ").replace(".col ", ".columnwise ") for operand in (a, b)]
+    return *long, sums, backend or kind.replace(" ", "_"), kind, pads, what, count, received.get(gemm, "-")
+
+
 def test_explain_follows_bf16_edges_and_says_how_much_is_kept(capsys, tmp_path):
     path = model_file(tmp_path, **{"num-layers": 4, "first-last-layers-bf16": True})
-    _, out, _ = run(capsys, "explain", "--recipe", "mxfp8", "--model", path, "--device", "cpu")
+    _, out, _ = run(capsys, "explain", "--recipe", "mxfp8", "--model", path, "--device", "cpu", "--per-layer")
     rows = {tuple(line.split()[:2]): line for line in out.splitlines() if line.startswith("decoder")}
     assert "high precision" in rows["decoder.layers.0.mlp.linear_fc2", "wgrad"]
     fc2 = rows["decoder.layers.1.mlp.linear_fc2", "wgrad"]
@@ -112,7 +185,7 @@ def test_explain_follows_bf16_edges_and_says_how_much_is_kept(capsys, tmp_path):
 def test_explain_counts_the_experts_of_a_rank(capsys, tmp_path):
     experts = {"num-experts": 8, "moe-ffn-hidden-size": 32, "moe-router-topk": 2, "expert-model-parallel-size": 2}
     path = model_file(tmp_path, **experts, **{"tensor-model-parallel-size": 1, "sequence-parallel": False})
-    _, out, _ = run(capsys, "explain", "--recipe", "mxfp8", "--model", path, "--device", "cpu")
+    _, out, _ = run(capsys, "explain", "--recipe", "mxfp8", "--model", path, "--device", "cpu", "--per-layer")
     found = [line for line in out.splitlines() if "experts 0:8" in line]
     rows = {(line.split()[0], line.split()[3]): line for line in found}
     dgrad = rows["decoder.layers.0.mlp.experts.linear_fc2", "dgrad"]
@@ -127,7 +200,7 @@ def test_explain_counts_no_weight_whose_memory_comes_and_goes(weights, strategy,
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"version: 1\nname: r\ndefaults: mxfp8_e4m3\nweights: {weights}\nparam_gather: both\n")
     path = model_file(tmp_path, **{"use-megatron-fsdp": True, "data-parallel-sharding-strategy": strategy})
-    _, out, _ = run(capsys, "explain", "--recipe", str(recipe), "--model", path, "--device", "cpu")
+    _, out, _ = run(capsys, "explain", "--recipe", str(recipe), "--model", path, "--device", "cpu", "--per-layer")
     dgrad = next(line for line in out.splitlines() if line.startswith("decoder") and line.split()[1] == "dgrad")
     kept = "original" if (weights, bytes_kept) == ("high_precision", 0) else "columnwise"
     saved = dgrad.split(f"weight {kept}")[1].split()
