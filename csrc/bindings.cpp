@@ -156,15 +156,19 @@ void quantize(const FormatSpec& spec, uintptr_t data, int dtype, int64_t m, int6
   run([&] { backend::quantize(pair, w); });
 }
 
-// `groups`: (ends, blocks, number of groups, of blocks, of rows, choice, parts); see format.h.
-void put_groups(mh::PairArgs& pair, const py::object& groups) {
-  const auto t = groups.cast<py::tuple>();
+// (ends, blocks, number of groups, of blocks, of rows, choice, parts); see format.h.
+mh::Groups groups_of(const py::tuple& t) {
   check(t.size() == 7, "groups: (ends, blocks, number of groups, of blocks, of rows, choice, parts)");
   const auto number = [&](int i) { return t[i].cast<int64_t>(); };
   const auto words = [&](int i) { return pointer<int32_t>(t[i].cast<uintptr_t>()); };
-  pair.groups = {words(0), words(1), number(2), number(3), number(4), words(5), number(6)};
-  check(kIsCuda && number(2) > 0 && t[0].cast<uintptr_t>(), "groups: on CUDA only, and one at least");
-  check(!pair.groups.choice || (number(6) > 0 && !pair.has_row), "groups: rows that are copies are cast by columns only");
+  const mh::Groups g{words(0), words(1), number(2), number(3), number(4), words(5), number(6)};
+  check(kIsCuda && g.groups > 0 && g.ends && g.parts > 0, "groups: on CUDA only, and one at least");
+  return g;
+}
+
+void put_groups(mh::PairArgs& pair, const py::object& groups) {
+  pair.groups = groups_of(groups.cast<py::tuple>());
+  check(!pair.groups.choice || !pair.has_row, "groups: rows that are copies are cast by columns only");
   const auto fits = [](const mh::QuantizeArgs& a) {
     const FormatSpec& s = a.spec;
     return s.scale_rule == ScaleRule::fp32 && !a.fixed_scale && !a.measured && !a.noop &&
@@ -216,6 +220,17 @@ void quantize_pair(const py::object& row, const py::object& col, uintptr_t data,
   const Where w = where(stream, threads_or_device);
   run([&] { backend::quantize(pair, w); });
 }
+
+#if defined(MH_IS_CUDA)
+void group_amax(uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k, const py::tuple& groups,
+                uintptr_t of_columns, uintptr_t of_rows, uintptr_t stream, int device) {
+  const mh::GroupAmaxArgs args{matrix("data", data, dtype, m, k, stride_m, stride_k), groups_of(groups),
+                               pointer<int32_t>(of_columns), pointer<int32_t>(of_rows)};
+  check_pointer("of_columns", of_columns, k);
+  check(!args.groups.choice || !of_rows, "of_rows: not of rows that are copies");
+  backend::group_amax(args, where(stream, device));
+}
+#endif
 
 void dequantize(const FormatSpec& spec, uintptr_t qdata, bool transposed, uintptr_t scale, uintptr_t amax, uintptr_t out,
                 int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k, bool outer, bool inverse_rht,
@@ -284,6 +299,10 @@ PYBIND11_MODULE(MH_MODULE, m) {
         py::arg("amax"), py::arg("out"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
         py::arg("stride_k"), py::arg("outer"), py::arg("inverse_rht"), py::arg("stream"), py::arg(kWhereArg));
   m.def("outer_scale", &outer_scale, py::arg("amax"), py::arg("out"), py::arg("n"), py::arg("stream"), py::arg(kWhereArg));
+#if defined(MH_IS_CUDA)
+  m.def("group_amax", &group_amax, py::arg("data"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
+        py::arg("stride_k"), py::arg("groups"), py::arg("of_columns"), py::arg("of_rows"), py::arg("stream"), py::arg(kWhereArg));
+#endif
 #if !defined(MH_IS_CUDA)
   m.def("isa", &mh::cpu::isa, "Instruction set in use.");
   m.def("isas", &mh::cpu::isas, "Instruction sets this processor runs.");

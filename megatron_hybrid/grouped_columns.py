@@ -12,7 +12,7 @@ from . import ops_triton
 from .formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
 from .gemm.scaled_mm import BLOCK, ROW, scale_kind
 from .groups import Layout
-from .kernels import Side, cast_groups
+from .kernels import Side, amax_groups, cast_groups
 from .ops_triton.launch import as_rows
 from .permutation import RowMap
 from .scaling import FLT_MAX
@@ -80,31 +80,34 @@ def both_with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: L
     from .ops_triton.grouped_columns import group_amax, group_cast
 
     x, amax = as_rows(x), None
-    by_row, by_col = (None if f is None else _how(f) for f in (row, col))
-    if by_col["whole"] or (by_row is not None and by_row["whole"]):
-        amax = group_amax(x, layout.blocks, rows=by_row is not None and by_row["whole"], copies=copies)
     if x.is_cuda:
-        (codes, scale), rows = _cast(x, row, col, layout, amax, copies)
+        (codes, scale), rows = _cast(x, row, col, layout, copies)
     else:  # interpreted
+        by_row, by_col = (None if f is None else _how(f) for f in (row, col))
+        if by_col["whole"] or (by_row is not None and by_row["whole"]):
+            amax = group_amax(x, layout.blocks, rows=by_row is not None and by_row["whole"], copies=copies)
         (codes, scale), rows = group_cast(x, layout.blocks, amax, by_col, by_row, copies)
     columns = QuantizedStorage(col, COLUMNWISE, (layout.rows, x.shape[1]), x.dtype, True, codes, scale)
     return None if rows is None else QuantizedStorage(row, ROWWISE, tuple(x.shape), x.dtype, False, *rows), columns
 
 
-def _cast(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, amax, copies: RowMap | None):
-    """`ops_triton.grouped_columns.group_cast` by the compiled casts."""
+def _cast(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copies: RowMap | None):
+    """`ops_triton.grouped_columns.group_cast` by the compiled casts, amaxes included."""
 
-    def side(fmt: Format, codes, of_whole, of_blocks, bits, **how) -> Side:
+    def side(fmt: Format, codes, of_whole, of_blocks, amax, **how) -> Side:
         whole = scale_kind(fmt) == ROW
         codes = torch.empty(codes, dtype=torch.uint8, device=x.device)
         scale = torch.empty(of_whole if whole else of_blocks, device=x.device)
-        return Side(fmt, codes, scale, bits.view(torch.float32) if whole else None, **how)
+        return Side(fmt, codes, scale, amax if whole else None, **how)
 
-    (T, K), where = x.shape, layout.blocks
-    of_rows, of_columns = (None, None) if amax is None else (amax.rows, amax.columns)
+    (T, K), where, of_columns, of_rows = x.shape, layout.blocks, None, None
+    T = T if copies is None else copies.num_rows
+    whole_rows = row is not None and scale_kind(row) == ROW
+    if whole_rows or scale_kind(col) == ROW:
+        of_columns, of_rows = amax_groups(x, where, T, rows=whole_rows, copies=copies)
     columns = side(col, (K, layout.rows), (layout.groups.num, K), (where.count, K), of_columns, transposed=True)
     rows = None if row is None else side(row, (T, K), (T, 1), (T, -(-K // layout.align)), of_rows)
-    cast_groups(x, rows, columns, where, T if copies is None else copies.num_rows, copies)
+    cast_groups(x, rows, columns, where, T, copies)
     return (columns.qdata, columns.scale), None if rows is None else (rows.qdata, rows.scale)
 
 

@@ -218,12 +218,27 @@ def cast_groups(x: torch.Tensor, row: Side | None, col: Side, where, num_rows: i
     (K, 128 * blocks), whole blocks, codes 0 where one has no row; scales (blocks, K) or (E, K); transposed. num_rows: of all
     groups. copies: a RowMap: row r of these is a copy of x's row choice[r] // num_experts; without `row`.
     """
-    choice = (0, 1) if copies is None else (copies.choice.data_ptr(), copies.num_experts)
-    groups = (where.ends.data_ptr(), where.blocks.data_ptr(), where.ends.shape[0], where.count, num_rows, *choice)
+    groups = _groups(where, num_rows, copies)
     rows = None if row is None else row.arguments(ROWWISE, x.device, None)
     extension(x.device.type).quantize_pair(
         rows, col.arguments(COLUMNWISE, x.device, None), *_matrix(x), False, 0, 0, 0, 0, 0, *_where(x), groups=groups
     )
+
+
+def amax_groups(x: torch.Tensor, where, num_rows: int, *, rows=False, copies=None) -> tuple:
+    """Amaxes as `cast_groups` takes them, of columns (E, K) and of rows (num_rows, 1) or None, in one read; on CUDA only."""
+    num, K = where.ends.shape[0], x.shape[1]
+    both = torch.zeros(num * K + (num_rows if rows else 0), dtype=torch.float32, device=x.device)
+    columns, of_rows = both[: num * K].view(num, K), both[num * K :].view(-1, 1) if rows else None
+    extension(x.device.type).group_amax(
+        *_matrix(x), _groups(where, num_rows, copies), columns.data_ptr(), _ptr(of_rows), *_where(x)
+    )
+    return columns, of_rows
+
+
+def _groups(where, num_rows: int, copies) -> tuple:
+    choice = (0, 1) if copies is None else (copies.choice.data_ptr(), copies.num_experts)
+    return (where.ends.data_ptr(), where.blocks.data_ptr(), where.ends.shape[0], where.count, num_rows, *choice)
 
 
 def sum_parts(x: torch.Tensor) -> torch.Tensor | None:

@@ -102,6 +102,13 @@ struct DequantizeArgs {
   bool inverse_rht;  // leave the transformed domain
 };
 
+// CUDA only. Bits of the amaxes of every group's columns, (groups, cols), and of all groups' rows or null; raised, from 0.
+struct GroupAmaxArgs {
+  Matrix x;
+  Groups groups;
+  int32_t *of_columns, *of_rows;
+};
+
 struct AmaxArgs {
   FormatSpec spec;
   Matrix x;

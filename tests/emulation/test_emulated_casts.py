@@ -299,6 +299,11 @@ def test_groups(emulated, name, dtype, K, copied):
     groups = (ends.data_ptr(), blocks.data_ptr(), len(sizes), count, T, *by)
     emulated.quantize_pair(row, column, *kernels._matrix(x), False, 0, 0, 0, 0, 0, 0, 0, groups=groups)
     first = 0
+    found = [torch.zeros(len(sizes), K), None if copied else torch.zeros(T, 1)]
+    emulated.group_amax(*kernels._matrix(x), groups, *(kernels._ptr(f) for f in found), 0, 0)
+    torch.testing.assert_close(found[0], amax, rtol=0, atol=0, equal_nan=True)
+    if not copied:
+        torch.testing.assert_close(found[1].flatten(), x.float().abs().amax(1), rtol=0, atol=0, equal_nan=True)
     for group, part in enumerate(parts):
         num = -(-len(part) // 128)
         mine, blank = codes[:, first * 128 : (first + num) * 128], num * 128 - len(part)
