@@ -59,7 +59,7 @@ UNCACHED = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "  # for memcheck to see where 
 NCCL_CHECKS = "{python} scripts/run_distributed_tests.py --backend nccl --nproc"
 PARTS = (
     Part("tests", "every test marked gpu", GPU_TESTS, 420),
-    Part("memcheck", "casts under compute-sanitizer", UNCACHED + SANITIZE.format(tool="memcheck"), 200),
+    Part("memcheck", "casts and grouped GEMMs, compute-sanitizer", UNCACHED + SANITIZE.format(tool="memcheck") + " --products", 200),
     Part("racecheck", "casts under compute-sanitizer", SANITIZE.format(tool="racecheck"), 200),
     bench("casts", "P1 to P4", "bench_cast.py", 120),
     bench("linear", "P5, P6, P7, P11: 4096 -> 14336", "bench_linear.py", 90),

@@ -12,9 +12,14 @@ from test_cast_pair import LAYOUTS, check_pair, empty, lay_out, new_states
 
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
+from megatron_hybrid.gemm import grouped_cuda
+from megatron_hybrid.grouped_columns import both_with_triton, with_torch
+from megatron_hybrid.groups import Groups
 from megatron_hybrid.lean import OperandCast
+from megatron_hybrid.ops_triton.grouped_gemm import block_map
+from megatron_hybrid.permutation import RowMap
 from megatron_hybrid.quantizer import HybridQuantizer
-from megatron_hybrid.storage import cast_pair
+from megatron_hybrid.storage import cast, cast_pair
 from megatron_hybrid.testing.generators import cast_input, make_input
 
 # one format a way of finding scales; FP4 without and with options
@@ -72,11 +77,57 @@ def sums_and_gates() -> int:
     return 2 * len(LAYOUTS)
 
 
+def groups() -> int:
+    """Rows and columns of groups, of rows that are there and of copies: what casts of the columns without a map give."""
+    sizes, turn = [5, 0, 300, 128, 1], 0
+    T, num = sum(sizes), len(sizes)
+    for dtype, name, K, copied in itertools.product(
+        (torch.bfloat16, torch.float32), ("fp8_block_e4m3", "fp8_rowwise_e4m3"), (272, 48), (False, True)
+    ):
+        turn += 1
+        fmt, layout = parse_format(name), Groups(sizes, num, T, torch.device("cuda")).layout(128)
+        x = torch.randn(70 if copied else T, K, device="cuda").to(dtype)
+        routed = torch.zeros(70, num, dtype=torch.bool, device="cuda")
+        routed[torch.randperm(70 * num, device="cuda")[: T // 2] // num, torch.arange(T // 2, device="cuda") % num] = True
+        copies = RowMap.of(routed, int(routed.sum())) if copied else None
+        if copied:
+            layout = Groups(routed.sum(0).tolist(), num, copies.num_rows, torch.device("cuda")).layout(128)
+        rows, columns = both_with_triton(x, None if copied else fmt, fmt, layout, copies)
+        spread = layout.spread(x, copies)
+        expected = with_torch(x, fmt, layout, copies) if "rowwise" in name else cast(spread, fmt, COLUMNWISE, transposed=True)
+        assert torch.equal(columns.qdata, expected.qdata)
+        if rows is not None:
+            assert torch.equal(rows.qdata, cast(x, fmt, ROWWISE).qdata)
+    return turn
+
+
+def products() -> int:
+    """Grouped FP8 GEMMs over ragged groups and sizes, every kind of scales."""
+    sizes, turn = torch.tensor([5, 0, 300, 128, 1], dtype=torch.int32, device="cuda"), 0
+    where, T, E = block_map(sizes, 9), 434, 5
+    codes = lambda *shape: torch.randn(*shape, device="cuda").to(torch.float8_e4m3fn)  # noqa: E731
+    for (kind, fast), N, K in itertools.product(((0, True), (0, False), (1, False), (2, False)), (128, 384), (144, 272)):
+        turn += 1
+        out = torch.empty(T, N, dtype=torch.bfloat16, device="cuda")
+        scale = torch.ones(E * N * 3, device="cuda")
+        grouped_cuda.multiply_rows(codes(T, K), codes(E * N, K), scale[: T * 3], scale, out, where, kind, fast=fast)
+        if kind < 2:
+            dw = torch.empty(E, N, K, device="cuda")
+            for_columns = torch.ones(9 * 384, device="cuda")
+            grouped_cuda.multiply_columns(
+                codes(N, 9 * 128), codes(K, 9 * 128), for_columns, for_columns, dw, where, kind, fast=fast, add=False
+            )
+    return turn
+
+
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
-    calls = pairs() + single_directions() + derived_columns() + sums_and_gates()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--products", action="store_true", help="grouped FP8 GEMMs too (memcheck; needs Hopper)")
+    args = parser.parse_args()
+    calls = pairs() + single_directions() + derived_columns() + sums_and_gates() + groups()
+    multiplied = f", {products()} products" if args.products else ""
     torch.cuda.synchronize()
-    print(f"{calls} casts, bytes as on the CPU")
+    print(f"{calls} casts, bytes as on the CPU{multiplied}")
 
 
 if __name__ == "__main__":
