@@ -20,7 +20,7 @@ COMMANDS = {
 }
 _LOADS = {"doctor": ("torch", "megatron.core"), "explain": ("torch",), "export": ("torch",), "import": ("torch",)}
 _MODULES = {"import": "import_"}  # a word of the language cannot be a module's name
-EXIT_MISTAKE = 2
+EXIT_MISTAKE, EXIT_INTERRUPTED = 2, 130
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand. Exit status: 0; 1 where a check failed; 2 for a mistake, whose cause is printed."""
+    """Run a subcommand. Exit status: 0; 1 where a check failed; 2 for a mistake, whose cause is printed; 130 after Ctrl-C."""
     whole = parser()
     args = whole.parse_args(argv)
     if args.command is None:
@@ -48,6 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except BrokenPipeError:  # a reader such as head has seen enough
         return 0
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except (ValueError, OSError, RuntimeError) as error:  # ours are ValueErrors that say what would be right
         print(f"error: {error}", file=sys.stderr)
         return EXIT_MISTAKE

@@ -39,6 +39,7 @@ _MODULES = (  # in the order of application
     "quantized_params",
     "recompute_outputs",
     "save_errors",
+    "save_process",
     "training_steps",
 )
 PATCHES: dict[str, Patch] = {name: importlib.import_module(f".{name}", __name__).PATCH for name in _MODULES}

@@ -9,6 +9,8 @@ import os
 import sys
 import traceback
 
+from . import interrupt
+
 EXIT_CODE = 2
 _PEER_TIMEOUT = datetime.timedelta(seconds=20)
 _PATIENCE = datetime.timedelta(seconds=5)  # of rank 0, that has said what there is to say
@@ -20,11 +22,12 @@ class UserError(ValueError):
 
 @contextlib.contextmanager
 def user_errors():
-    """Turn our errors into a message and exit status 2 on every rank.
+    """Turn our errors into a message and exit status 2 on every rank; an interrupt (Ctrl-C) into a line, see `interrupt`.
 
     The checks give every rank the same answer, so rank 0 alone prints it. The others wait until it has, because
     torchrun ends all ranks when the first one leaves; one whose message differs prints its own.
     """
+    interrupt.end_quietly()
     try:
         yield
     except Exception as error:

@@ -1,7 +1,11 @@
 """The patches on the installed Megatron: in, out, and doing what their names say."""
 
+import signal
+import subprocess
+import sys
 import warnings
 
+import psutil
 import pytest
 import torch
 
@@ -128,3 +132,29 @@ def test_only_the_expected_warnings_are_hidden():
             warnings.warn("something else")
         warnings.warn("Apex is not installed. Falling back to Torch Norm")
     assert [str(warning.message).split(".")[0] for warning in seen] == ["something else", "Apex is not installed"]
+
+
+KILLED = """
+import os, signal
+from megatron_hybrid import patches
+if __name__ == "__main__":
+    patches.apply_all(["save_process"])
+    from megatron.core.dist_checkpointing.strategies import filesystem_async as writers
+    queue = writers.get_write_results_queue()
+    assert writers.get_write_results_queue() is queue
+    queue.put({"reported": 1})
+    assert queue.get() == {"reported": 1}
+    import multiprocessing
+    print(*(child.pid for child in multiprocessing.active_children()), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_saves_start_ends_with_a_rank_that_is_killed(tmp_path):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    started = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True)
+    (child,) = map(int, started.stdout.readline().split())
+    left = psutil.Process(child) if psutil.pid_exists(child) else None
+    assert started.wait(60) == -signal.SIGKILL
+    assert left is None or not psutil.wait_procs([left], timeout=20)[1]
