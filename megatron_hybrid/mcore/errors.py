@@ -33,7 +33,7 @@ def user_errors():
     except Exception as error:
         if not isinstance(error, _user_errors()):
             raise
-        _report(str(error))
+        _report(str(error), getattr(error, "alone", None))
         raise SystemExit(EXIT_CODE) from None
 
 
@@ -58,18 +58,23 @@ def _words(error: Exception) -> str:
 
 def _user_errors() -> tuple[type, ...]:
     """Our classes that mean a user's mistake; those whose module nobody has imported cannot have been raised."""
-    classes = {"..recipe_source": "RecipeError", "..plan": "PlanError", "..patches.framework": "PatchError"}
+    classes = {
+        "..recipe_source": "RecipeError", "..plan": "PlanError", "..patches.framework": "PatchError",
+        "..patches.save_errors": "CannotSave",
+    }  # fmt: skip
     modules = {name: sys.modules.get(importlib.util.resolve_name(name, __package__)) for name in classes}
     return UserError, *(getattr(module, classes[name]) for name, module in modules.items() if module)
 
 
-def _report(message: str) -> None:
+def _report(message: str, alone: bool | None) -> None:
+    """alone: whether this rank may be the only one with an error; if not, whatever rank 0 says will do. None: rank 0 says
+    the same."""
     rank, store = int(os.environ.get("RANK", "0")), _store()
     key = f"megatron_hybrid/error/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     if rank == 0:
         print(f"error: {message}", file=sys.stderr, flush=True)
         _say_to_others(message, store, key)
-    elif not _rank_0_says(message, store, key, rank):
+    elif alone or not _rank_0_says(message if alone is None else None, store, key, rank):
         print(f"error on rank {rank}: {message}", file=sys.stderr, flush=True)
 
 
@@ -83,16 +88,17 @@ def _say_to_others(message: str, store, key: str) -> None:
         store.wait(others, _PATIENCE)
 
 
-def _rank_0_says(message: str, store, key: str, rank: int) -> bool:
+def _rank_0_says(message: str | None, store, key: str, rank: int) -> bool:
+    """Wait for rank 0's message; whether it is this one, or None: any."""
     if store is None:  # then only another host can differ, whose first rank speaks for it
         return int(os.environ.get("GROUP_RANK", "0")) == 0 or int(os.environ.get("LOCAL_RANK", "0")) > 0
     try:
         store.wait([key], _PEER_TIMEOUT)
-        same = store.get(key).decode() == message
+        said = store.get(key).decode()
         store.set(f"{key}/{rank}", "read")
     except Exception:  # rank 0 has no error, or is gone
         return False
-    return same
+    return message is None or said == message
 
 
 def _store():

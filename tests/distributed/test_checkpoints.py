@@ -198,8 +198,14 @@ def test_nan_on_one_rank_is_named_and_ends_all(runs):
 def test_a_full_disk_on_one_rank_is_named_on_all_and_leaves_the_last_checkpoint(runs):
     folder, done = runs[0], runs[1]["full"]
     assert all(code not in (0, 124) for code in done.exit) and seconds(runs, "full") < SECONDS
-    cause = "iter_0000004/__1_0.distcp: [Errno 27] File too large"
-    assert cause in done.output[1] and cause in done.output[0] and "(RANK 1)" in done.output[0], done.output[0][-3000:]
+    first, second = done.output
+    (said,) = [line for line in first.splitlines() if line.startswith("error: ")]
+    file = folder / "full" / "iter_0000004" / "__1_0.distcp"
+    cause = f"cannot write {file}: [Errno 27] File too large (rank 1); what was written of it is removed"
+    assert said == f"error: the checkpoint of iteration 4 cannot be written: {cause}"
+    assert str(file) in second and "error: " in second  # Megatron's own log, where it happened
+    assert "Traceback" not in first + second and not [x for x in second.splitlines() if x.startswith("error")]
+    assert not file.parent.exists()
     assert (folder / "full" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
 
 

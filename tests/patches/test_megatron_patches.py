@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import types
 import warnings
 
 import psutil
@@ -11,7 +12,7 @@ import torch
 
 from megatron_hybrid import patches
 from megatron_hybrid.optimizer import FusedAdam, OffloadedAdam
-from megatron_hybrid.patches import multi_tensor, offload_on_cpu
+from megatron_hybrid.patches import multi_tensor, offload_on_cpu, save_errors
 from megatron_hybrid.patches.framework import APPLIED, NOT_APPLIED, NOT_NEEDED, PatchError
 
 
@@ -158,3 +159,34 @@ def test_what_saves_start_ends_with_a_rank_that_is_killed(tmp_path):
     left = psutil.Process(child) if psutil.pid_exists(child) else None
     assert started.wait(60) == -signal.SIGKILL
     assert left is None or not psutil.wait_procs([left], timeout=20)[1]
+
+
+def test_a_failed_save_names_cause_and_rank_and_leaves_nothing(monkeypatch, tmp_path):
+    from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+    training_args = types.SimpleNamespace(save=str(tmp_path), rank=0)
+    monkeypatch.setattr("megatron.training.get_args", lambda: training_args)
+    half, whole = tmp_path / "iter_0000004", tmp_path / "iter_0000006"
+    for folder in (half, whole):
+        folder.mkdir()
+        (folder / "__0_0.distcp").write_text("a part")
+    (whole / ".metadata").write_text("all of it")
+
+    def save(iteration, error):
+        raise error
+
+    failed = CheckpointException("write", {3: _wrap_exception(RuntimeError("Worker failure, error: cannot write x: full"))})
+    saves = save_errors.naming_the_cause(save)
+    with pytest.raises(save_errors.CannotSave) as caught:
+        saves(4, failed)
+    said = "the checkpoint of iteration 4 cannot be written: cannot write x: full (rank 3); what was written of it is removed"
+    assert str(caught.value) == said and not caught.value.alone and not half.exists()
+    with pytest.raises(save_errors.CannotSave, match="of iteration 6 cannot be written: .*rank 3.$"):
+        saves(6, failed)
+    assert whole.exists()
+    half.mkdir()
+    with pytest.raises(save_errors.CannotSave, match="of iteration 4 cannot be written: .* No space left") as caught:
+        saves(4, OSError(28, "No space left on device"))  # of one rank: others may still be writing
+    assert caught.value.alone and half.exists()
+    with pytest.raises(KeyError):
+        saves(4, KeyError())
