@@ -210,8 +210,8 @@ def _read_version(node: Node) -> int:
 
 def _read_one_line(node: Node) -> str:
     value = node.expect(str, '"my_recipe" (in quotes)').value
-    if not value.strip() or "\n" in value.strip():
-        raise node.error(f"{node.path} must be one line of text")
+    if not value.strip().isprintable() or not value.strip():
+        raise node.error(f"{node.path} must be one line of text, without control characters")
     return value.strip()
 
 

@@ -6,8 +6,9 @@ say where. Lines live only as long as the validation; what must be reported late
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,8 @@ import yaml
 from .formats import nearest
 
 SUFFIXES = (".yaml", ".yml", ".json")
+_MOST_BYTES, _MOST_VALUES, _DEEPEST = 1_000_000, 20_000, 50
+_TOO_DEEP = f"values nested more than {_DEEPEST} deep"
 QUOTES = "values with ':', ',' or '*' need quotes"
 
 
@@ -133,13 +136,17 @@ def read_file(path: str | Path) -> Node:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise RecipeError(f"not valid YAML: {error.reason}", str(path), line) from None
+    except RecursionError:
+        raise RecipeError(_TOO_DEEP, str(path), 1) from None
     if root is None:
         raise RecipeError("the file is empty; a recipe starts with 'version: 1'", str(path), 1)
-    return _from_yaml(root, str(path), "", None, ())
+    return _from_yaml(root, str(path), "", None, (), itertools.count(1))
 
 
 def _read_text(path: Path) -> str:
     try:
+        if (size := path.stat().st_size) > _MOST_BYTES:
+            raise RecipeError(f"{size} bytes are no recipe; at most {_MOST_BYTES} are read", str(path), 1)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         siblings = [p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES]
@@ -159,26 +166,36 @@ def _checked_json(text: str, file: str) -> str:
         json.loads(text)
     except json.JSONDecodeError as error:
         raise RecipeError(f"not valid JSON: {error.msg}", file, error.lineno) from None
+    except RecursionError:
+        raise RecipeError(_TOO_DEEP, file, 1) from None
     return text.expandtabs()
 
 
-def _from_yaml(node: yaml.Node, file: str, path: str, key_line: int | None, above: tuple) -> Node:
+def _from_yaml(node: yaml.Node, file: str, path: str, key_line: int | None, above: tuple, numbers: Iterator[int]) -> Node:
+    """numbers: counts the values. An alias is what it stands for, and a few lines of them can stand for billions."""
     line = node.start_mark.line + 1
     key_line = line if key_line is None else key_line
     if node in above:
         raise RecipeError(f"{path} contains itself", file, key_line)
+    if len(above) > _DEEPEST:
+        raise RecipeError(_TOO_DEEP, file, line)
+    if next(numbers) > _MOST_VALUES:
+        raise RecipeError(f"more than {_MOST_VALUES} values, each alias counted as what it stands for", file, line)
+    if node.tag.startswith("!") and not isinstance(node, yaml.ScalarNode):
+        raise RecipeError(f"{path or 'the recipe'}: cannot read {node.id} as {node.tag}", file, line)
     above = (*above, node)
     match node:
         case yaml.MappingNode():
-            value = _mapping(node, file, path, above)
+            value = _mapping(node, file, path, above, numbers)
         case yaml.SequenceNode():
-            value = tuple(_from_yaml(child, file, f"{path}[{i}]", None, above) for i, child in enumerate(node.value))
+            children = enumerate(node.value)
+            value = tuple(_from_yaml(child, file, f"{path}[{i}]", None, above, numbers) for i, child in children)
         case _:
             return Node(_scalar(node, file, path, line), path, file, line, key_line, node.value)
     return Node(value, path, file, line, key_line)
 
 
-def _mapping(node: yaml.MappingNode, file: str, path: str, above: tuple) -> dict[str, Node]:
+def _mapping(node: yaml.MappingNode, file: str, path: str, above: tuple, numbers: Iterator[int]) -> dict[str, Node]:
     value: dict[str, Node] = {}
     for key_node, child in node.value:
         line = key_node.start_mark.line + 1
@@ -188,7 +205,7 @@ def _mapping(node: yaml.MappingNode, file: str, path: str, above: tuple) -> dict
         if key in value:
             first = value[key].key_line
             raise RecipeError(f"key {key!r} is given twice, first in line {first}", file, line)
-        value[key] = _from_yaml(child, file, f"{path}.{key}" if path else key, line, above)
+        value[key] = _from_yaml(child, file, f"{path}.{key}" if path else key, line, above, numbers)
     return value
 
 

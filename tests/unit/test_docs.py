@@ -221,7 +221,7 @@ def test_troubleshooting_quotes_messages_that_exist():
 
 ERRORS_OF_USERS = {
     "UserError", "RecipeError", "PlanError", "ShapeError", "CheckpointError", "ConversionError", "SafetensorsError", "RunError",
-    "StatisticsError", "PatchError",
+    "StatisticsError", "PatchError", "CannotSave",
 }  # fmt: skip
 COMMANDS_OWN = ("megatron_hybrid/data/", "megatron_hybrid/commands/", "megatron_hybrid/observe/", "scripts/")
 

@@ -95,6 +95,17 @@ MISTAKES = {
     "two documents": (2, "version: 1\n---\nversion: 1\n", ["not valid YAML", "document"]),
     "alias to itself": (2, "version: 1\ndefaults: &a {fprop: *a}\n", ["contains itself"]),
     "control character": (2, "version: 1\nname: a\x01b\n", ["not valid YAML"]),
+    "escape sequence in a name": (2, 'version: 1\nname: "a\\e[31mb"\n', ["name", "control characters"]),
+    "lone surrogate in a name": (2, 'version: 1\nname: "\\ud800"\n', ["name", "control characters"]),
+    "tag on a mapping": (2, "version: 1\ndefaults: !mine {fprop: nvfp4}\n", ["defaults", "mapping as !mine"]),
+    "aliases that stand for billions": (
+        1,
+        "rules: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join(10 * [f'*a{i - 1}'])}]\n" for i in range(1, 10)),
+        ["more than 20000 values"],
+    ),
+    "deep nesting": (1, "rules: " + "[" * 3000 + "]" * 3000, ["nested more than 50 deep"]),
+    "nesting": (1, "rules: " + "[" * 60 + "]" * 60, ["nested more than 50 deep"]),
+    "megabytes": (1, "#" * 1_000_001, ["1000001 bytes are no recipe"]),
     "foreign tag": (2, "version: 1\nname: !!python/name:os.system\n", ["name", "python/name"]),
     "lone rht in both slots of a gemm": (
         3,
@@ -221,6 +232,7 @@ JSON_MISTAKES = {
     "syntax": (2, '{"version": 1,\n "name": }', "not valid JSON"),
     "yaml in json": (1, "version: 1\n", "not valid JSON"),
     "empty": (1, " \n", "the file is empty"),
+    "deep": (1, 100_000 * '{"a":', "nested more than 50 deep"),
 }
 
 
