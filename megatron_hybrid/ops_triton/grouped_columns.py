@@ -298,10 +298,15 @@ def group_cast(
         _cast[max(1, count), triton.cdiv(K, wide)](
             x, *_read_by(x, copies), where.ends, where.blocks,
             *((None, None) if amax is None else (amax.rows, amax.columns)), row_codes, row_scales, codes.view(torch.int32), scales, x.stride(0), num, count, K, COPIES=copies is not None,
-            ROW=None if rows is None else how_cast(**rows), COL=how_cast(**columns), CONVERTS=x.is_cuda, COLS=wide,
-            STAGES=3 if both else 1, num_warps=4 if both else 8,
+            ROW=None if rows is None else how_cast(**rows), COL=how_cast(**columns), CONVERTS=converts(x.device),
+            COLS=wide, STAGES=3 if both else 1, num_warps=4 if both else 8,
         )  # fmt: skip
     return (codes, scales), None if rows is None else (row_codes, row_scales)
+
+
+def converts(device: torch.device) -> bool:
+    """Whether the device has instructions for FP8 codes, as Triton uses them."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def empty_columns(K: int, where: BlockMap, how: dict, device) -> tuple[torch.Tensor, torch.Tensor]:

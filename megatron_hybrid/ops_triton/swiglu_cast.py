@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .grouped_columns import cast_held, empty_columns, empty_rows, how_cast, measured
+from .grouped_columns import cast_held, converts, empty_columns, empty_rows, how_cast, measured
 from .grouped_gemm import BLOCK, BlockMap
 from .launch import on_device
 from .swiglu import gated, load, sums_for, sums_of_tiles, total, weighted_gradients
@@ -95,8 +95,8 @@ def product_cast(x: torch.Tensor, weights: torch.Tensor, where: BlockMap, column
     with on_device(x):
         _cast_weighted_forward[max(1, count), triton.cdiv(F, BLOCK)](
             x, weights, where.ends, where.blocks, *by_rows, *_words(by_columns), x.stride(0), where.ends.shape[0],
-            count, F, ROW=how_cast(**rows), COL=how_cast(**columns), CONVERTS=x.is_cuda, COLS=BLOCK, num_warps=_WARPS,
-            maxnreg=64,
+            count, F, ROW=how_cast(**rows), COL=how_cast(**columns), CONVERTS=converts(x.device), COLS=BLOCK,
+            num_warps=_WARPS, maxnreg=64,
         )  # fmt: skip
     return ((by_columns, by_rows),)
 
@@ -110,8 +110,8 @@ def gradient_cast(
     with on_device(x):
         _cast_weighted_backward[max(1, count), F // BLOCK](
             dy, x, weights, sums, where.ends, where.blocks, *by_rows, *_words(by_columns), dy.stride(0), x.stride(0),
-            where.ends.shape[0], count, F, T, ROW=how_cast(**rows), COL=how_cast(**columns), CONVERTS=x.is_cuda,
-            COLS=BLOCK, num_warps=_WARPS,
+            where.ends.shape[0], count, F, T, ROW=how_cast(**rows), COL=how_cast(**columns),
+            CONVERTS=converts(x.device), COLS=BLOCK, num_warps=_WARPS,
         )  # fmt: skip
     return (by_columns, by_rows), total(sums, weights)
 
