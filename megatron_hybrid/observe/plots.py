@@ -22,6 +22,7 @@ _COLOURS = (
 _MARKERS = ("o", "x", "^", "s", "+", "v", "D")
 _FONT = 8.0  # of labels beside the axes, in points
 _LABEL = 1.9 * _FONT / 72  # height of one, in inches
+_OFF_THE_CHART = 1e6  # a loss that no axis is made for
 
 
 def plot_losses(
@@ -46,7 +47,7 @@ def plot_losses(
             colour = _COLOURS[index % len(_COLOURS)]
             _draw_run(axes, log, colour, _MARKERS[index % len(_MARKERS)], (2.6, 1.4)[index % 2], len(runs))
             if (end := _end(log)) is not None:
-                ends.append((f"{name}  {end[1]:.3f}", end, colour))
+                ends.append((f"{name}  {_last(log):.3f}", end, colour))
         for name, value in (levels or {}).items():
             axes.axhline(value, color="0.35", linewidth=1.0, linestyle=(0, (5, 3)), zorder=1)
             axes.annotate(
@@ -76,19 +77,28 @@ def plot_losses(
 
 
 def _draw_run(axes, log: TrainingLog, colour: str, marker: str, width: float, num_runs: int) -> None:
-    train = [(point.iteration, point.loss) for point in log.train if point.loss is not None]
+    train = _shown(log.train)
     if train:
         axes.plot(*zip(*train), color=colour, linewidth=0.9, alpha=0.55 if num_runs <= 3 else 0.2)
-    if log.valid:
-        points = [(point.iteration, point.loss) for point in log.valid]
+    if points := _shown(log.valid):
         style = {"linewidth": width, "marker": marker, "markersize": 3.0 + 1.5 * width}
         axes.plot(*zip(*points), color=colour, **style)
 
 
+def _shown(points: Iterable) -> list[tuple[int, float]]:
+    """(iteration, loss) of those that a picture can show: a run that diverged has others."""
+    return [(p.iteration, p.loss) for p in points if p.loss is not None and abs(p.loss) < _OFF_THE_CHART]  # no NaN is
+
+
 def _end(log: TrainingLog) -> tuple[int, float] | None:
     """The last point of a curve: of validation, else of training."""
-    points = log.valid or [point for point in log.train if point.loss is not None]
-    return (points[-1].iteration, points[-1].loss) if points else None
+    points = _shown(log.valid) or _shown(log.train)
+    return points[-1] if points else None
+
+
+def _last(log: TrainingLog) -> float:
+    """The loss to name beside a curve: NaN of one that ended so."""
+    return [point.loss for point in log.valid or log.train if point.loss is not None][-1]
 
 
 def _label_ends(axes, ends: list[tuple[str, tuple[int, float], str]]) -> None:
@@ -123,14 +133,14 @@ def spread(wanted: list[float], step: float) -> list[float]:
 def _limits(runs: Mapping[str, TrainingLog], levels: Mapping[str, float]) -> tuple[float, float]:
     low, high = list(levels.values()), list(levels.values())
     for log in runs.values():
-        losses = [point.loss for point in log.train if point.loss is not None]
+        losses = [loss for _, loss in _shown(log.train)]
         losses_late = losses[len(losses) // 10 :]
-        low += losses_late + [point.loss for point in log.valid]
+        low += losses_late + [loss for _, loss in _shown(log.valid)]
         high += losses_late[:1]
     if not low:
         return 0.0, 1.0
     bottom, top = min(low), max(high + low[:1])
-    margin = 0.06 * max(top - bottom, 1e-3)
+    margin = 0.06 * max(top - bottom, 1e-3, 1e-6 * abs(top))
     return bottom - margin, top + 2 * margin
 
 

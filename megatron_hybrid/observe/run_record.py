@@ -51,6 +51,12 @@ def read(numbers: Path) -> dict:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text())
-    except ValueError as error:
+        found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f"a mapping is expected, found {type(found).__name__}")
+        recipe = found.get("recipe")
+        if recipe is not None and not (isinstance(recipe, dict) and isinstance(found.get("fingerprint"), str)):
+            raise ValueError("its recipe or fingerprint is damaged")
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not a record of a run ({error})") from None
+    return found

@@ -23,6 +23,7 @@ TIMERS = (
 )  # fmt: skip
 SLOTS = tuple((gemm, operand) for gemm, operands in GEMMS.items() for operand in operands)
 _TIMER = re.compile(r"^\s+([a-z-]+) \.+: \(([\d.]+), ([\d.]+)\)", re.MULTILINE)
+_DAMAGE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)  # what reading a damaged line may raise
 _FAR, _FEW_DB = 3.5, 2.0  # an outlier's distance from its kind's median, in median deviations and in dB
 _SATURATED, _UNDERFLOWN = 1e-3, 0.05
 
@@ -92,8 +93,7 @@ def load_run(text: str) -> Run:
     Raises `RunError` when nothing is there or nothing of a run in it, and ``ValueError`` with file and line for a
     damaged file.
     """
-    name, _, path = text.rpartition("=")
-    path = Path(path)
+    name, path = _name_and_path(text)
     if path.is_dir():
         metrics = path / METRICS
         if not metrics.is_file() and not (path / LOG).is_file() and not [*path.glob(STATISTICS), *path.glob(PROFILE)]:
@@ -119,14 +119,24 @@ def load_run(text: str) -> Run:
     return run
 
 
+def _name_and_path(text: str) -> tuple[str, Path]:
+    """Where a path has an equals sign itself, what exists decides."""
+    parts = text.split("=")
+    for cut in range(len(parts)):
+        if (path := Path("=".join(parts[cut:]))).exists():
+            return "=".join(parts[:cut]), path
+    return "=".join(parts[:-1]), Path(parts[-1])
+
+
 def read_profile(paths: Iterable[Path]) -> dict[str, float]:
     """What the profiled step's time went to, in ms, on the rank that took longest. Raises ``ValueError`` with the file."""
     slowest = {"ms": 0.0, "split": {}}
     for path in paths:
         try:
             found = json.loads(path.read_text())
-            slowest = max(slowest, found, key=lambda record: record["ms"])
-        except (ValueError, KeyError, TypeError) as error:
+            found["split"] = {str(what): float(ms) for what, ms in found["split"].items()}
+            slowest = max(slowest, found, key=lambda record: float(record["ms"]))
+        except (*_DAMAGE, AttributeError) as error:
             raise ValueError(f"{path}: not a profile of --hq-profile-step ({error!r})") from None
     return slowest["split"]
 
@@ -144,19 +154,31 @@ def read_cells(paths: Iterable[Path]) -> dict[tuple[str, str, str], Cell]:
     """The last recorded step of every cast, all ranks' files together. Raises ``ValueError`` with file and line."""
     cells: dict[tuple[str, str, str], Cell] = {}
     for path in paths:
-        for number, line in enumerate(path.read_text().splitlines(keepends=True), start=1):
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(keepends=True), start=1):
             if not line.endswith("\n"):
                 break  # of a run that was stopped
             try:
-                entry = json.loads(line)
-                cell = Cell(**{name: entry[name] for name in Cell.__dataclass_fields__})
-            except (ValueError, KeyError, TypeError) as error:
+                cell = _cell(json.loads(line))
+            except _DAMAGE as error:
                 raise ValueError(f"{path}:{number}: not a record of statistics ({error!r})") from None
             key = cell.module, cell.gemm, cell.operand
             old = cells.get(key)
             if old is None or cell.step > old.step or (cell.step == old.step and _worse(cell, old)):
                 cells[key] = cell
     return cells
+
+
+def _cell(entry: dict) -> Cell:
+    """Raises one of _DAMAGE."""
+    cell = Cell(**{name: entry[name] for name in Cell.__dataclass_fields__})
+    words = (cell.module, cell.gemm, cell.operand, cell.format)
+    counts = (cell.step, 0 if cell.layer is None else cell.layer)
+    shares = (cell.amax, cell.snr_db, cell.cosine, cell.underflow, cell.saturation, cell.nonfinite)
+    if (cell.gemm, cell.operand) not in SLOTS or not all(isinstance(word, str) for word in words):
+        raise ValueError(f"no operand of a gemm: {words}")
+    if not all(isinstance(n, int) for n in counts) or not all(n is None or isinstance(n, (int, float)) for n in shares):
+        raise TypeError("a number is expected")
+    return cell
 
 
 def _worse(a: Cell, b: Cell) -> bool:

@@ -95,7 +95,7 @@ def read_metrics(path: str | Path) -> TrainingLog:
     ``ValueError`` with file and line.
     """
     log = TrainingLog()
-    for number, line in enumerate(Path(path).read_text().splitlines(keepends=True), start=1):
+    for number, line in enumerate(Path(path).read_text(errors="replace").splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
             break
         try:
@@ -105,7 +105,7 @@ def read_metrics(path: str | Path) -> TrainingLog:
                 log.add(ValidPoint(iteration, float(record["valid_loss"])))
             elif "test_loss" not in record:
                 log.add(TrainPoint(iteration, **{name: _number(record.get(name)) for name in _FIELDS}))
-        except (ValueError, KeyError, TypeError) as exc:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as exc:
             raise ValueError(f"{path}:{number}: not a metrics record ({exc})") from None
     return log
 

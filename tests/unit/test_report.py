@@ -1,6 +1,7 @@
 """`megatron-hybrid report`: what is read of runs, and the page, looked at by a browser where there is one."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -112,6 +113,43 @@ def test_a_damaged_file_is_named_with_its_line(two_runs, capsys):
     number = len((a / "hq_stats.rank0.jsonl").read_text().splitlines())
     assert main(["report", str(a)]) == 2
     assert f"hq_stats.rank0.jsonl:{number}: not a record of statistics" in capsys.readouterr().err
+
+
+DAMAGES = {
+    "metrics.run.json": ["[]", "{", '{"recipe": 5}', '{"recipe": {"name": "a"}}', "\udcff"],
+    "hq_stats.rank0.jsonl": ['{"step": 1}\n', "\udcff\n", "[" * 100_000 + "\n", "[]\n"],
+    "metrics.jsonl": ['{"iteration": Infinity, "loss": 1}\n', '{"iteration": 1, "loss": []}\n', '{"loss": 1}\n'],
+    "hq_profile.rank0.json": ["[]", "{", '{"ms": 1, "split": [1]}', '{"ms": 1, "split": {"a": "b"}}', '{"ms": "x", "split": {}}'],
+}
+
+
+@pytest.mark.parametrize("file, text", [(file, text) for file, texts in DAMAGES.items() for text in texts])
+def test_whatever_is_damaged_is_named(file, text, two_runs, capsys):
+    a, _ = two_runs
+    (a / file).write_text(text, errors="surrogateescape")
+    assert main(["report", str(a)]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"error: {a / file}:") and "not a " in err and len(err.splitlines()) == 1, err
+
+
+@pytest.mark.parametrize("changes", [{"module": 5}, {"gemm": "fprp"}, {"snr_db": "high"}, {"step": "x"}, {"layer": 1.5}])
+def test_statistics_of_other_kinds_are_named(changes, two_runs, capsys):
+    a, _ = two_runs
+    (a / "hq_stats.rank0.jsonl").write_text(json.dumps(entry(1) | changes) + "\n")
+    assert main(["report", str(a)]) == 2
+    assert "hq_stats.rank0.jsonl:1: not a record of statistics" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("losses", [[math.nan] * 4, [4.0, 3.0, math.nan, math.nan], [4.0, math.inf, 1e308, 2.0], [math.nan, 2.0]])
+def test_a_run_that_diverged_has_its_page(losses, tmp_path, capsys):
+    a = write_run(tmp_path / "a", "mxfp8", losses)
+    assert main(["report", str(a), "--out", str(tmp_path / "out")]) == 0
+    assert (tmp_path / "out" / "losses.png").is_file() and not capsys.readouterr().err
+
+
+def test_a_folder_with_an_equals_sign_is_a_path(two_runs, tmp_path):
+    odd = two_runs[0].rename(tmp_path / "lr=3")
+    assert load_run(str(odd)).name == "lr=3" and load_run(f"first={odd}").name == "first"
 
 
 def test_the_last_step_and_the_worst_rank_count(tmp_path):
