@@ -53,10 +53,10 @@ def read(numbers: Path) -> dict:
     try:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
-            raise ValueError(f"a mapping is expected, found {type(found).__name__}")
+            raise TypeError(f"a mapping is expected, found {type(found).__name__}")
         recipe = found.get("recipe")
         if recipe is not None and not (isinstance(recipe, dict) and isinstance(found.get("fingerprint"), str)):
-            raise ValueError("its recipe or fingerprint is damaged")
-    except (ValueError, RecursionError) as error:
+            raise TypeError("its recipe or fingerprint is damaged")
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: not a record of a run ({error})") from None
     return found

@@ -175,7 +175,7 @@ def _cell(entry: dict) -> Cell:
     counts = (cell.step, 0 if cell.layer is None else cell.layer)
     shares = (cell.amax, cell.snr_db, cell.cosine, cell.underflow, cell.saturation, cell.nonfinite)
     if (cell.gemm, cell.operand) not in SLOTS or not all(isinstance(word, str) for word in words):
-        raise ValueError(f"no operand of a gemm: {words}")
+        raise TypeError(f"no operand of a gemm: {words}")
     if not all(isinstance(n, int) for n in counts) or not all(n is None or isinstance(n, (int, float)) for n in shares):
         raise TypeError("a number is expected")
     return cell
