@@ -63,6 +63,7 @@ def after_validation(args, recipe: Recipe) -> None:
     if args.hq_strict:
         for plans in at_step.values():
             check_strict(plans, shape.rows_of_a_rank)
+    validation.check_outputs(args)
     lines = summary(recipe, at_step, shape.rows_of_a_rank)
     for line in (*lines, *checkpoint.check_resume(args, recipe, switch=args.hq_switch_recipe)):
         _say(args, line)

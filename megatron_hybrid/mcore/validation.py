@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import tempfile
 from pathlib import Path
 
 import torch
@@ -101,6 +103,24 @@ def statistics_path(args) -> Path | None:
         return Path(args.hq_stats_file)
     folders = (args.hq_metrics_file and Path(args.hq_metrics_file).parent, args.tensorboard_dir, args.save)
     return next((Path(folder) / "hq_stats.jsonl" for folder in folders if folder), None)
+
+
+def check_outputs(args) -> None:
+    """Every folder that the run will write into, made and tried now: a save would say so hours later, on one rank."""
+    files = {"--hq-metrics-file": args.hq_metrics_file, "--hq-stats-file": args.hq_stats_file}
+    folders = {flag: (path, Path(path).parent) for flag, path in files.items() if path}
+    folders |= {f"--{name}": (path, Path(path)) for name in ("save", "tensorboard-dir")
+                if (path := getattr(args, name.replace("-", "_"), None))}  # fmt: skip
+    for flag, (given, folder) in folders.items():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+            if flag == "--hq-metrics-file" and os.path.lexists(given):
+                with open(given, "ab"):
+                    pass
+        except OSError as error:
+            raise UserError(f"{flag} {given}: cannot be written to ({error.strerror})") from None
 
 
 # attribute in Megatron's arguments -> flag, of what does not know weights that live quantized

@@ -96,7 +96,9 @@ TABLE = {
         ["--hq-check-nan", "--no-check-for-nan-in-loss-and-grad"],
         ["--hq-check-nan", "--no-check-for-nan-in-loss-and-grad"],
     ),
-    "metrics_folder": (["--hq-metrics-file", "{folder}"], ["--hq-metrics-file"]),
+    "save_in_a_file": (["--save", "{folder}/empty.bin", "--save-interval", "1"], ["--save", "empty.bin: cannot be written to ("]),
+    "metrics_in_a_file": (["--hq-metrics-file", "{folder}/empty.bin/m"], ["--hq-metrics-file", "cannot be written to ("]),
+    "metrics_folder": (["--hq-metrics-file", "{folder}"], ["--hq-metrics-file", "cannot be written to (Is a directory)"]),
     **{
         flag: ([f"--{flag}", *value, "--hq-recipe", "mxfp8"], [f"--{flag} beside --hq-recipe mxfp8"])
         for flag, value in {

@@ -166,3 +166,19 @@ def test_only_our_errors_become_messages(capsys):
     assert left.value.code == 2 and capsys.readouterr().err == "error: this is wrong\n"
     with pytest.raises(ValueError, match="an invariant"), user_errors():
         raise ValueError("an invariant")
+
+
+@pytest.mark.parametrize("flag", ["save", "tensorboard_dir", "hq_metrics_file", "hq_stats_file"])
+def test_outputs_are_tried_before_training(flag, tmp_path):
+    def checked(path):
+        args = dict.fromkeys(("save", "tensorboard_dir", "hq_metrics_file", "hq_stats_file")) | {flag: str(path)}
+        validation.check_outputs(SimpleNamespace(**args))
+
+    checked(tmp_path / "new 雪" / "er {x}")
+    (tmp_path / "file").write_text("kept")
+    (tmp_path / "nowhere").symlink_to(tmp_path / "absent" / "x")
+    for path in ("file/x", "nowhere/x", "x" * 300 + "/x"):
+        with pytest.raises(UserError, match=f"--{flag.replace('_', '-')} .*: cannot be written to"):
+            checked(tmp_path / path)
+    assert (tmp_path / "file").read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "new 雪", "nowhere"]
