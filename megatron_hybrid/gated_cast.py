@@ -1,5 +1,4 @@
 """SwiGLU cast as it is computed: its result for the linear that reads it, its gradient for the linear that made its input.
-Of experts, whose SwiGLU is weighted, the rows of all groups at once.
 
 Neither is ever in memory but as payloads. Both are rounded to the input's dtype before they are cast, so the payloads are
 those of casting what `swiglu` and its backward give.
@@ -13,12 +12,10 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from .formats import ROWWISE
-from .grouped_at_once import GroupedCall, casts_gradient
 from .lean import takes_payloads
 from .linear import LOCAL, LinearCall
 from .ops_triton.launch import as_rows
-from .ops_triton.swiglu import gradient, product, swiglu, weighted_gradient, weighted_product, weighted_swiglu
-from .ops_triton.swiglu_cast import gradient_cast, product_cast
+from .ops_triton.swiglu import gradient, product, swiglu
 from .plan import GRAD_OUTPUT, INPUT
 from .runtime import LinearRuntime
 from .tensor import HybridTensor
@@ -98,36 +95,3 @@ def swiglu_for(
         if any(casts):
             return SwigluCast.apply(x, *casts)
     return swiglu(x, bias)
-
-
-class WeightedSwigluCast(torch.autograd.Function):
-    """x (T, 2F), weights (T,) -> (T, F), cast for the call `forth`, and the gradient of x for `back`, where they are
-    there."""
-
-    @staticmethod
-    def forward(ctx, x, weights, forth: GroupedCall | None, back: GroupedCall | None):
-        x, weights = as_rows(x), weights.contiguous()
-        ctx.save_for_backward(x, weights)
-        ctx.back = back
-        if forth is None:
-            return weighted_product(x, weights)
-        return forth.computed(INPUT, product_cast, x, x, weights)[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (x, weights), dy = ctx.saved_tensors, as_rows(dy)
-        if ctx.back is None or torch.is_anomaly_enabled():
-            return *weighted_gradient(dy, x, weights), None, None
-        return *ctx.back.computed(GRAD_OUTPUT, gradient_cast, x, dy, x, weights), None, None
-
-
-def weighted_swiglu_for(
-    x: torch.Tensor, weights: torch.Tensor, forth: GroupedCall | None, *, shown: bool = False
-) -> torch.Tensor:
-    """`weighted_swiglu(x, weights)`, cast for the call `forth` where there is one, and its gradient for the grouped
-    linear that made x where that takes it. shown: something else than this has x."""
-    back = None if shown or torch.compiler.is_compiling() else casts_gradient(x)
-    if forth is None and back is None:
-        return weighted_swiglu(x, weights)
-    return WeightedSwigluCast.apply(x, weights, forth, back)

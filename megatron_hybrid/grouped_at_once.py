@@ -6,7 +6,7 @@ expert has the same plan and a cast of all groups gives the bytes of a cast of e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -14,8 +14,7 @@ from torch.autograd.function import once_differentiable
 from .expert_stack import ExpertStack
 from .formats import COLUMNWISE, ROWWISE, shares_codes
 from .gemm import grouped as gemms
-from .grouped_columns import how_cast, payloads, rows_and_columns, why_not_computed
-from .grouped_payloads import GroupedPayloads
+from .grouped_columns import rows_and_columns
 from .groups import Groups
 from .linear import LinearCall, main_grad, placeholder_gradient, save_for_backward
 from .permutation import RowMap, sum_rows
@@ -32,8 +31,6 @@ class GroupedPlan:
     plans       one an expert, equal but for their names
     fprop, dgrad, wgrad    backends of gemm/grouped.py
     alignment   the multiple of rows at which groups begin in wgrad's operands: what its formats and its backend need
-    computed    input, grad_output -> why SwiGLU, whose result and whose gradient these are, does not cast them itself;
-                None where it does
     """
 
     plans: tuple[GemmPlan, ...]
@@ -41,7 +38,6 @@ class GroupedPlan:
     dgrad: gemms.GroupedBackend
     wgrad: gemms.GroupedBackend
     alignment: int
-    computed: dict[str, str | None] = field(default_factory=dict)
 
     def __str__(self) -> str:
         names = ", ".join(f"{gemm} {getattr(self, gemm).name}" for gemm in ("fprop", "dgrad", "wgrad"))
@@ -62,20 +58,7 @@ def build(plans: list[GemmPlan], shape: tuple[int, int], dtype: torch.dtype) -> 
     first = plans[0]
     chosen = {gemm: gemms.choose(step, shape, dtype) for gemm, step in first.steps().items()}
     need = [columns_alignment(first), chosen["wgrad"].alignment(first.wgrad.pair)]
-    computed = {INPUT: _why_not_computed(first, INPUT, shape[1], dtype, parts=1)}
-    computed[GRAD_OUTPUT] = _why_not_computed(first, GRAD_OUTPUT, shape[0], dtype, parts=2)  # of gate and of up
-    return GroupedPlan(tuple(plans), **chosen, alignment=max(need), computed=computed)  # powers of two
-
-
-def _why_not_computed(plan: GemmPlan, operand: str, width: int, dtype: torch.dtype, *, parts: int) -> str | None:
-    quantizer = plan.quantizers[operand]
-    if quantizer.derives_columnwise:
-        return "columns are cast from decoded rows"
-    if operand == INPUT and plan.saved[INPUT] != COLUMNWISE:
-        return f"backward wants the {plan.saved[INPUT]} input"
-    if operand in plan.reduced:
-        return "amaxes of other ranks come between"
-    return why_not_computed(*quantizer.formats(), width, dtype, torch.device(plan.device.type), parts=parts)
+    return GroupedPlan(tuple(plans), **chosen, alignment=max(need))  # powers of two
 
 
 @dataclass(frozen=True)
@@ -103,14 +86,6 @@ class GroupedCall:
         row, plan = self.call.plan.quantizers[operand].rowwise, self.call.plan
         return row.is_quantized and not row.sr and operand not in plan.reduced
 
-    def computed(self, operand: str, cast, x: torch.Tensor, *sources):
-        """Of sources of rows like x: `cast` of them, a function of `ops_triton.swiglu_cast`, as what this operand is
-        cast to, and what else it gives."""
-        (row, col), layout = self.call.plan.quantizers[operand].formats(), self.groups.layout(self.how.alignment)
-        found, *others = cast(*sources, layout.blocks, how_cast(col), how_cast(row))
-        by_rows, by_columns = payloads(found, row, col, x.dtype, layout)
-        return GroupedPayloads(by_rows, GroupedColumns(by_columns, layout)), *others
-
     def rows(self, operand: str, x: torch.Tensor) -> QuantizedStorage:
         """The rowwise payload of x; a `HybridTensor` brings it."""
         if isinstance(x, HybridTensor):
@@ -129,8 +104,6 @@ class GroupedCall:
 
     def both(self, operand: str, x: torch.Tensor, copies: RowMap | None) -> tuple[QuantizedStorage, GroupedColumns]:
         """The T rows by rows and by columns, from one read of x where its formats and the device have that."""
-        if type(x) is GroupedPayloads:
-            return x.row, x.columns
         quantizer, layout = self.call.plan.quantizers[operand], self.groups.layout(self.how.alignment)
         alone = operand not in self.call.plan.reduced  # else amaxes of other ranks come between
         if alone and type(x) is torch.Tensor and copies is None and not quantizer.derives_columnwise:
@@ -234,16 +207,6 @@ class GroupedAtOnceFunction(torch.autograd.Function):
         if needs[2]:
             db = group_sums(dy if groups.sums is None else groups.sums.expand(dy), groups)
         return dx, db, None, *dws
-
-
-def casts_gradient(x: torch.Tensor) -> GroupedCall | None:
-    """The call that made `x`, which nothing else reads, if its backward is next and takes x's gradient as payloads."""
-    made_by = x.grad_fn
-    if type(made_by) is not GroupedAtOnceFunction._backward_cls or x._backward_hooks or x.retains_grad:
-        return None
-    call = made_by.call
-    whole = made_by.wanted == (True, True, False) and call.groups.sums is None
-    return call if whole and call.how.computed[GRAD_OUTPUT] is None else None
 
 
 def forward(x, weights, bias, call: GroupedCall, *, keep_input: bool, keep_weight: bool):

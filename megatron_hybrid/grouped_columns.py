@@ -75,42 +75,20 @@ def rows_and_columns(x: torch.Tensor, row: Format, col: Format, layout: Layout):
     return None
 
 
-def why_not_computed(row: Format, col: Format, width: int, dtype, device: torch.device, *, parts: int) -> str | None:
-    """Why what computes rows (T, width) does not cast them as well (`ops_triton.swiglu_cast`); None where it does.
-
-    parts: how many a row's columns consist of, none of which is to share a block with another.
-    """
-    for fmt in (row, col):
-        if scale_kind(fmt) != BLOCK:
-            return f"{fmt} is not FP8 with scales of 128 elements"
-    if dtype not in _TRITON_DTYPES[:2]:
-        return f"{dtype} is not of 16 bits"
-    multiple = _ALIGNED if parts == 1 else parts * _TRITON_ALIGN
-    if width % multiple:
-        return f"{width} columns are not a multiple of {multiple}"
-    return ops_triton.reason(device)
-
-
 def both_with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copies: RowMap | None = None):
     """`rows_and_columns`; (None, columnwise payload) where `row` is None, as it is with `copies`."""
     from .ops_triton.grouped_columns import group_amax, group_cast
 
     x, amax = as_rows(x), None
     if x.is_cuda:
-        found = _cast(x, row, col, layout, copies)
+        (codes, scale), rows = _cast(x, row, col, layout, copies)
     else:  # interpreted
-        by_row, by_col = (None if f is None else how_cast(f) for f in (row, col))
+        by_row, by_col = (None if f is None else _how(f) for f in (row, col))
         if by_col["whole"] or (by_row is not None and by_row["whole"]):
             amax = group_amax(x, layout.blocks, rows=by_row is not None and by_row["whole"], copies=copies)
-        found = group_cast(x, layout.blocks, amax, by_col, by_row, copies)
-    return payloads(found, row, col, x.dtype, layout)
-
-
-def payloads(found: tuple, row: Format | None, col: Format, dtype, layout: Layout):
-    """(rowwise, columnwise payload) over what kernels wrote: (codes, scales) by columns, those by rows or None."""
-    (codes, scale), rows = found
-    columns = QuantizedStorage(col, COLUMNWISE, (layout.rows, codes.shape[0]), dtype, True, codes, scale)
-    return None if rows is None else QuantizedStorage(row, ROWWISE, tuple(rows[0].shape), dtype, False, *rows), columns
+        (codes, scale), rows = group_cast(x, layout.blocks, amax, by_col, by_row, copies)
+    columns = QuantizedStorage(col, COLUMNWISE, (layout.rows, x.shape[1]), x.dtype, True, codes, scale)
+    return None if rows is None else QuantizedStorage(row, ROWWISE, tuple(x.shape), x.dtype, False, *rows), columns
 
 
 def _cast(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copies: RowMap | None):
@@ -133,8 +111,7 @@ def _cast(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copi
     return (columns.qdata, columns.scale), None if rows is None else (rows.qdata, rows.scale)
 
 
-def how_cast(fmt: Format) -> dict:
-    """What `ops_triton.grouped_columns` is told of a format."""
+def _how(fmt: Format) -> dict:
     return dict(element=fmt.element, eps=fmt.eps, pow2=fmt.pow2, whole=scale_kind(fmt) == ROW)
 
 

@@ -18,7 +18,6 @@ GEMMs and the kernels of a step, longest first. Without a GPU it runs on the CPU
 from __future__ import annotations
 
 import argparse
-import functools
 import logging
 import time
 
@@ -45,7 +44,6 @@ with quiet_missing_te_warnings():
 
     from megatron_hybrid import Recipe
     from megatron_hybrid.mcore import dispatch, driver
-    from megatron_hybrid.mcore.experts import HybridGroupedMLP
     from megatron_hybrid.mcore.parts import choose
     from megatron_hybrid.mcore.recipe_hook import carry
     from megatron_hybrid.mcore.spec import layer_spec
@@ -70,8 +68,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--recipe", nargs="+", default=RECIPES, help="names or paths; the first is the reference")
     parser.add_argument("--cast-weights", action="store_true", help="cast the weights in every step")
     parser.add_argument("--plain", action="store_true", help="permutation and SwiGLU as Megatron has them without us")
-    parser.add_argument("--apart", nargs="*", default=[], metavar="RECIPE",
-                        help="time these too with SwiGLU and its gradient cast by kernels of their own")  # fmt: skip
     parser.add_argument("--dispatcher", choices=["alltoall", "allgather"], default="alltoall")
     parser.add_argument("--repeat", type=int, default=10)
     parser.add_argument("--profile", action="store_true", help="device time of one step by kind of kernel, and by kernel")
@@ -120,21 +116,18 @@ def tokens_quantized(recipe: Recipe) -> Recipe:
     return Recipe.from_dict(changed | {"dispatch": QUANTIZED})
 
 
-def variants(args) -> list[tuple[str, Recipe, str, bool]]:
-    """(name, recipe, dispatch, whether casts are apart from SwiGLU) of all that is measured, the reference first."""
-    found = [(args.recipe[0], Recipe.load(args.recipe[0]), HIGH_PRECISION, False)]
+def variants(args) -> list[tuple[str, Recipe, str]]:
+    """(name, recipe, dispatch) of all that is measured, the reference first."""
+    found = [(args.recipe[0], Recipe.load(args.recipe[0]), HIGH_PRECISION)]
     for name in args.recipe[1:]:
         recipe = Recipe.load(name)
         for how in args.dispatch:
             quantized = how == QUANTIZED
-            if quantized:
-                found.append((f"{name}, tokens quantized", tokens_quantized(recipe), how, False))
-            else:
-                found.append((name, recipe, how, False))
-    return found + [(f"{name}, SwiGLU apart", Recipe.load(name), HIGH_PRECISION, True) for name in args.apart]
+            found.append((f"{name}, tokens quantized", tokens_quantized(recipe), how) if quantized else (name, recipe, how))
+    return found
 
 
-def build(cfg, name: str, recipe: Recipe, *, cast_weights: bool, plain: bool, apart: bool) -> Subject:
+def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bool, plain: bool) -> Subject:
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
     cfg.quant_recipe = carry(recipe)
@@ -143,8 +136,6 @@ def build(cfg, name: str, recipe: Recipe, *, cast_weights: bool, plain: bool, ap
     parts.prepare(cfg)
     layer = layer_spec(cfg, experts=True, parts=parts).submodules.mlp(config=cfg, pg_collection=groups).to(DEVICE)
     layer.set_layer_number(1)
-    if apart:
-        layer.experts._activate_for_fc2 = functools.partial(HybridGroupedMLP._activate_for_fc2, layer.experts)
     for path, module in layer.named_modules():
         if hasattr(module, "finish_init"):
             module.hq_layer = 1
@@ -194,14 +185,13 @@ def bench(path: str, tokens: int, args) -> list[dict]:
     shape = (tokens, 1, cfg.hidden_size)
     data = [tuple(torch.randn(shape, generator=g, device=DEVICE).bfloat16() for _ in range(2)) for _ in range(DATA_SETS)]
     what = variants(args)
-    options = dict(cast_weights=args.cast_weights, plain=args.plain)
-    subjects = [build(cfg, name, recipe, apart=apart, **options) for name, recipe, _, apart in what]
+    subjects = [build(cfg, *named, cast_weights=args.cast_weights, plain=args.plain) for *named, _ in what]
     reference = subjects[0].run(*data[0])
     off = [of_ranks(relative(s.run(*data[0]), reference)) for s in subjects]
     ready = run_ahead if ranks == 1 else dist.barrier
     timed(subjects, data, 2, ready)
     times, rows = timed(subjects, data, args.repeat, ready).values(), []
-    for subject, (_, recipe, how, _), errors, (device, host) in zip(subjects, what, off, times):
+    for subject, (_, recipe, how), errors, (device, host) in zip(subjects, what, off, times):
         row = {"model": path, "tokens": tokens, "experts": cfg.num_moe_experts // ranks, "what": subject.name,
                "how": subject.how, "us": median(slowest(device)), "host_us": median(slowest(host)), "off": max(errors)}  # fmt: skip
         row["speedup"] = (rows[0] if rows else row)["us"] / row["us"]

@@ -8,7 +8,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
 from .. import patches
-from ..gated_cast import shows_output, swiglu_for, weighted_swiglu_for
+from ..gated_cast import shows_output, swiglu_for
 from ..ops_triton.cross_entropy import cross_entropy
 from ..ops_triton.norm import MAX_SIZE as MAX_NORM_SIZE
 from ..ops_triton.norm import norm
@@ -64,15 +64,10 @@ class FusedMLP(MLP):
 
 
 class FusedGroupedMLP(HybridGroupedMLP):
-    """Experts whose SwiGLU times the routing weight is one kernel each way, which casts for their linears if it can."""
+    """Experts whose SwiGLU times the routing weight is one kernel each way."""
 
     def _activate(self, hidden, probs):
         return weighted_swiglu(hidden, probs.reshape(-1))
-
-    def _activate_for_fc2(self, hidden, probs, groups):
-        """Cast as it is computed, and its gradient, where the linears around it take that."""
-        forth = self.linear_fc2.call_for_computed(hidden, groups)
-        return weighted_swiglu_for(hidden, probs.reshape(-1), forth, shown=shows_output(self.linear_fc1))
 
 
 def fuse_permutation(config) -> None:

@@ -9,7 +9,6 @@ they are transposed.
 
 from __future__ import annotations
 
-import struct
 from typing import NamedTuple
 
 import torch
@@ -56,28 +55,18 @@ def _magnitude(v):
 
 @triton.jit
 def _encode_scale(amax, HOW: tl.constexpr):
-    """largest / amax; 1 where the amax is 0, Inf or NaN.
-
-    A power of two takes no division: the difference of their bits has the exponent of the quotient, which is never
-    rounded up to the next one."""
+    """largest / amax; 1 where the amax is 0, Inf or NaN."""
     top = tl.full(amax.shape, 3.4028234663852886e38, tl.float32)
     amax = tl.where(amax < HOW[4], HOW[4], amax)
+    scale = tl.minimum(tl.div_rn(tl.full(amax.shape, HOW[1], tl.float32), amax), top)
     if HOW[5]:
-        bits = tl.maximum(amax.to(tl.int32, bitcast=True), HOW[6] - (127 << 23))  # of less, 2^127 is the largest scale
-        scale = (((HOW[6] - bits) + (127 << 23)) & -0x800000).to(tl.float32, bitcast=True)
-    else:
-        scale = tl.minimum(tl.div_rn(tl.full(amax.shape, HOW[1], tl.float32), amax), top)
+        scale = (scale.to(tl.int32, bitcast=True) & -0x800000).to(tl.float32, bitcast=True)
     return tl.where((amax > 0) & (amax <= top), scale, 1.0)
 
 
 @triton.jit
-def _inverse(scale, HOW: tl.constexpr):
-    if HOW[5]:
-        bits = scale.to(tl.int32, bitcast=True)
-        inverse = tl.where(bits == 254 << 23, 1 << 22, (254 << 23) - bits)  # that of 2^127 is subnormal
-        return inverse.to(tl.float32, bitcast=True)
-    else:
-        return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+def _inverse(scale):
+    return tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
 
 
 @triton.jit
@@ -140,73 +129,20 @@ def _amax(
 
 
 @triton.jit
-def _row_bits(v, first, rows, j, amax, HOW: tl.constexpr):
-    """Bits of the amaxes that a quarter's rows are scaled by."""
+def _cast_rows(v, first, rows, col, j, amax, codes, scales, K, HOW: tl.constexpr, CONVERTS: tl.constexpr):
+    """A quarter of a block by rows."""
+    at = tl.arange(0, 32) * 4 + j
+    row, inside = (first + at).to(tl.int64), at < rows
     if HOW[0]:
-        at = tl.arange(0, 32) * 4 + j
-        return tl.load(amax + first + at, mask=at < rows, other=0)
+        bits = tl.load(amax + row, mask=inside, other=0)
+        scale, mine = scales + row, inside & (tl.program_id(1) == 0)
     else:
-        return tl.max(_magnitude(v), axis=1)
-
-
-@triton.jit
-def _cast_rows(
-    v, bits, first, rows, col, tile, j, codes, scales, K, HOW: tl.constexpr, CONVERTS: tl.constexpr
-):  # fmt: skip
-    """A quarter of a block by rows, from the bits of their amaxes. tile: which of its rows' runs of columns this is."""
-    at, start = tl.arange(0, 32) * 4 + j, first.to(tl.int64)
-    inside = at < rows
-    if HOW[0]:
-        scale, mine = scales + start + at, inside & (tile == 0)
-    else:
-        tiles = tl.cdiv(K, v.shape[1])
-        scale, mine = scales + (start * tiles + tile) + at * tiles, inside
+        bits = tl.max(_magnitude(v), axis=1)
+        scale, mine = scales + row * tl.num_programs(1) + tl.program_id(1), inside
     enc = _encode_scale(bits.to(tl.float32, bitcast=True), HOW)
-    tl.store(scale, _inverse(enc, HOW), mask=mine)
+    tl.store(scale, _inverse(enc), mask=mine)
     code = _encode(v * enc[:, None], HOW, CONVERTS).to(tl.uint8)
-    tl.store(codes + start * K + (at[:, None] * K + col[None, :]), code, mask=inside[:, None] & (col < K)[None, :])
-
-
-@triton.jit
-def _column_scales(bits, at, scales, inside, HOW: tl.constexpr):
-    """From the bits of columns' amaxes what multiplies them, and what is stored."""
-    enc = _encode_scale(bits.to(tl.float32, bitcast=True), HOW)
-    tl.store(scales + at, _inverse(enc, HOW), mask=inside)
-    return enc
-
-
-@triton.jit
-def _store_columns(word, codes, block, col, count, K):
-    """A block's codes by columns, four rows' in a word, turned over."""
-    out = codes + col.to(tl.int64)[:, None] * (count * 32) + block * 32 + tl.arange(0, 32)[None, :]
-    tl.store(out, tl.trans(word), mask=(col < K)[:, None])
-
-
-@triton.jit
-def measured(v, of_cols):
-    """Bits of amaxes: of a quarter's rows (32,), and of_cols (32, columns), the largest so far, with this quarter."""
-    bits = _magnitude(v)
-    return tl.max(bits, axis=1), tl.maximum(of_cols, bits)
-
-
-@triton.jit
-def cast_held(
-    held, of_rows, of_cols, blocks, block, col, tile, row_codes, row_scales, col_codes, col_scales, count, K,
-    ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr,
-):  # fmt: skip
-    """`_cast` of a block that its program computed, with scales of 128 elements.
-
-    held: its four quarters in FP32. of_rows, of_cols: what was `measured` of them, of_cols of all. Where the block is,
-    is looked up here: addresses that were known before would be in registers while it is computed.
-    """
-    first, rows = tl.load(blocks + count + block), tl.load(blocks + 2 * count + block)
-    at = block.to(tl.int64) * K + col
-    enc = _column_scales(tl.max(of_cols, axis=0), at, col_scales, col < K, COL)
-    word = tl.zeros((32, col.shape[0]), tl.int32)
-    for j in tl.static_range(4):
-        word |= _encode(held[j] * enc[None, :], COL, CONVERTS) << (8 * j)
-        _cast_rows(held[j], of_rows[j], first, rows, col, tile, j, row_codes, row_scales, K, ROW, CONVERTS)
-    _store_columns(word, col_codes, block, col, count, K)
+    tl.store(codes + row[:, None] * K + col[None, :], code, mask=inside[:, None] & (col < K)[None, :])
 
 
 @triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
@@ -215,7 +151,7 @@ def _cast(
     COPIES: tl.constexpr, ROW: tl.constexpr, COL: tl.constexpr, CONVERTS: tl.constexpr, COLS: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """ROW, COL: what makes the codes by rows and by columns, see `how_cast`; ROW None: no codes by rows.
+    """ROW, COL: what makes the codes by rows and by columns, see `_how`; ROW None: no codes by rows.
 
     Columns: col_codes (K, 128 * count / 4) in words; col_scales (E, K), or (count, K) of every block. Rows: row_codes
     (T, K); row_scales (T,), or (T, K / 128) of blocks, which are COLS then.
@@ -233,24 +169,24 @@ def _cast(
         for j in tl.range(4, num_stages=STAGES):
             largest = tl.maximum(largest, _magnitude(_quarter(x, choice, num, first, rows, col, j, stride, K, COPIES)))
         bits = tl.max(largest, axis=0)
-    enc = _column_scales(bits, at, col_scales, col < K, COL)
+    enc = _encode_scale(bits.to(tl.float32, bitcast=True), COL)
+    tl.store(col_scales + at, _inverse(enc), mask=col < K)
     word = tl.zeros((32, COLS), tl.int32)
     for j in tl.range(4, num_stages=STAGES):  # read again, mostly from the cache
         v = _quarter(x, choice, num, first, rows, col, j, stride, K, COPIES)
         word |= _encode(v * enc[None, :], COL, CONVERTS) << (8 * j)
         if ROW is not None:
-            of_rows = _row_bits(v, first, rows, j, row_amax, ROW)
-            _cast_rows(v, of_rows, first, rows, col, tl.program_id(1), j, row_codes, row_scales, K, ROW, CONVERTS)
-    _store_columns(word, col_codes, block, col, count, K)
+            _cast_rows(v, first, rows, col, j, row_amax, row_codes, row_scales, K, ROW, CONVERTS)
+    out = col_codes + col.to(tl.int64)[:, None] * (count * 32) + block * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out, tl.trans(word), mask=(col < K)[:, None])
 
 
-def how_cast(element: str, eps: float, pow2: bool, whole: bool) -> tuple:
+def _how(element: str, eps: float, pow2: bool, whole: bool) -> tuple:
     """What a cast does: scales of whole rows or columns (else of 128 elements), largest number, exponent bias, mantissa
-    bits, the amax's lower bound, scales that are powers of two, bits of the largest number in FP32."""
+    bits, the amax's lower bound, scales that are powers of two."""
     e = ELEMENTS[element]
     bias = (1 << (e.bits - 1 - e.significant_bits)) - 1  # exponent bits: all but the sign and the stored digits
-    bits = int.from_bytes(struct.pack("<f", e.max), "little")
-    return (whole, e.max, bias, e.significant_bits - 1, eps, pow2, bits)
+    return (whole, e.max, bias, e.significant_bits - 1, eps, pow2)
 
 
 class Amaxes(NamedTuple):
@@ -290,34 +226,19 @@ def group_cast(
     """
     assert rows is None or copies is None
     num, (T, K), count, device = where.ends.shape[0], x.shape, where.count, x.device
-    codes, scales = empty_columns(K, where, columns, device)
-    row_codes, row_scales = (None, None) if rows is None else empty_rows(T, K, rows, device)
+    codes = torch.empty(K, count * BLOCK, dtype=torch.uint8, device=device)
+    scales = torch.ones(num, K, device=device) if columns["whole"] else torch.empty(count, K, device=device)
+    row_codes = row_scales = None
+    if rows is not None:
+        row_codes = torch.empty(T, K, dtype=torch.uint8, device=device)
+        row_scales = torch.empty(T, 1 if rows["whole"] else triton.cdiv(K, BLOCK), device=device)
     both = rows is not None
     wide = _COLS if not both or rows["whole"] else BLOCK
     with on_device(x):
         _cast[max(1, count), triton.cdiv(K, wide)](
             x, *_read_by(x, copies), where.ends, where.blocks,
             *((None, None) if amax is None else (amax.rows, amax.columns)), row_codes, row_scales, codes.view(torch.int32), scales, x.stride(0), num, count, K, COPIES=copies is not None,
-            ROW=None if rows is None else how_cast(**rows), COL=how_cast(**columns), CONVERTS=converts(x.device),
-            COLS=wide, STAGES=3 if both else 1, num_warps=4 if both else 8,
+            ROW=None if rows is None else _how(**rows), COL=_how(**columns), CONVERTS=x.is_cuda, COLS=wide,
+            STAGES=3 if both else 1, num_warps=4 if both else 8,
         )  # fmt: skip
     return (codes, scales), None if rows is None else (row_codes, row_scales)
-
-
-def converts(device: torch.device) -> bool:
-    """Whether the device has instructions for FP8 codes, as Triton uses them."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def empty_columns(K: int, where: BlockMap, how: dict, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) by columns, as `group_cast` gives them."""
-    codes = torch.empty(K, where.count * BLOCK, dtype=torch.uint8, device=device)
-    if how["whole"]:
-        return codes, torch.ones(where.ends.shape[0], K, device=device)
-    return codes, torch.empty(where.count, K, device=device)
-
-
-def empty_rows(T: int, K: int, how: dict, device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales) by rows, as `group_cast` gives them."""
-    scales = torch.empty(T, 1 if how["whole"] else triton.cdiv(K, BLOCK), device=device)
-    return torch.empty(T, K, dtype=torch.uint8, device=device), scales

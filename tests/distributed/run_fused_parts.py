@@ -17,11 +17,9 @@ from megatron.core import mpu
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
-from megatron_hybrid import Recipe, ops_triton
-from megatron_hybrid.grouped_payloads import GroupedPayloads
+from megatron_hybrid import Recipe
 from megatron_hybrid.mcore import parts
 from megatron_hybrid.mcore.experts import HybridGroupedMLP
-from megatron_hybrid.mcore.fused import FusedGroupedMLP
 from megatron_hybrid.mcore.norm import HybridNorm
 from megatron_hybrid.mcore.spec import HybridLayerSpec
 from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
@@ -74,33 +72,6 @@ def check_experts():
     """A layer of experts after a dense one: the router reads the norm, the residual goes around it."""
     shape = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, moe_router_load_balancing_type="none")
     check_close(sequence_parallel=True, moe_layer_freq=[0, 1], moe_grouped_gemm=True, **shape)
-
-
-def check_swiglu_of_experts_in_casts():
-    """The bits of a model whose experts' SwiGLU writes its result and its gradient for casts to read."""
-    shape = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=256, moe_router_load_balancing_type="none")
-    shape |= dict(hidden_size=256, moe_layer_freq=[0, 1], moe_grouped_gemm=True, sequence_parallel=True)
-    found, seen = [], []
-    inside, reason = FusedGroupedMLP._activate_for_fc2, ops_triton.reason
-
-    def watched(self, hidden, *others):
-        y = inside(self, hidden, *others)
-        hidden.grad_fn.register_prehook(lambda grads: seen.append(type(grads[0])))
-        seen.append(type(y))
-        return y
-
-    ops_triton.reason = lambda device: None  # kernels cast groups on the CPU too
-    try:
-        for activate in (watched, HybridGroupedMLP._activate_for_fc2):
-            FusedGroupedMLP._activate_for_fc2 = activate
-            found.append(results(True, "fp8_block", **shape))
-    finally:
-        FusedGroupedMLP._activate_for_fc2, ops_triton.reason = inside, reason
-    assert seen == [GroupedPayloads] * 2, seen
-    (loss, grads), (loss_apart, grads_apart) = found
-    assert torch.equal(loss, loss_apart) and grads.keys() == grads_apart.keys()
-    for name, grad in grads.items():
-        assert torch.equal(grad, grads_apart[name]), name
 
 
 def check_fp32_residuals():

@@ -35,11 +35,9 @@ def alone(model, *more) -> subprocess.CompletedProcess:
 
 
 def test_one_rank(model, tmp_path):
-    which = ["--recipe", "bf16", "fp8_block", "--apart", "fp8_block"]
-    done = alone(model, *which, "--json", tmp_path / "moe.json")
+    done = alone(model, "--recipe", "bf16", "fp8_block", "--json", tmp_path / "moe.json")
     assert done.returncode == 0, done.stderr[-3000:]
-    bf16, block, apart = json.loads((tmp_path / "moe.json").read_text())["results"]
-    assert (apart["what"], apart["off"]) == ("fp8_block, SwiGLU apart", block["off"])
+    bf16, block = json.loads((tmp_path / "moe.json").read_text())["results"]
     assert (bf16["what"], block["what"], block["experts"]) == ("bf16", "fp8_block", 4)
     assert bf16["off"] == 0 and 0 < block["off"] < 0.2 and "all_to_all" not in block and "all-to-all" not in done.stdout
 

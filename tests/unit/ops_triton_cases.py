@@ -10,20 +10,16 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import interpreted
 import torch
 
-import megatron_hybrid as mh
-from megatron_hybrid import gated_cast, grouped_columns, ops_triton, parse_format, permutation
+from megatron_hybrid import grouped_columns, parse_format, permutation
 from megatron_hybrid.gemm import DeviceKind, GemmPair
 from megatron_hybrid.gemm.grouped import OWN
-from megatron_hybrid.grouped_at_once import casts_gradient
-from megatron_hybrid.grouped_payloads import GroupedPayloads
 from megatron_hybrid.groups import Groups
-from megatron_hybrid.ops_triton import cross_entropy, norm, permute, rotary, sums, swiglu, swiglu_cast, turn
+from megatron_hybrid.ops_triton import cross_entropy, norm, permute, rotary, sums, swiglu, turn
 from megatron_hybrid.ops_triton import grouped_columns as grouped_columns_kernels
 from megatron_hybrid.stacked import GroupedColumns, StackedWeight
 from megatron_hybrid.storage import cast
@@ -181,147 +177,6 @@ def check_weighted_swiglu(device):
         y_spread = swiglu.weighted_swiglu(x.detach(), spread)
         y_spread.backward(dy)
         assert torch.equal(y_spread, y) and torch.equal(spread.grad, weights.grad)
-
-
-FP8_BLOCKS = "fp8_block_e4m3", "fp8_block_e5m2:no_pow2", "fp8_block_e4m3:eps=0.5"
-GROUPS = [0, 1, 7, 44, 128, 0]
-
-
-def check_weighted_swiglu_cast_as_it_is_computed(device):
-    """The bytes of SwiGLU, or its gradient, and a cast; the weights' gradient: any sizes of groups, NaN, Inf, zeros."""
-    T, E = sum(GROUPS), len(GROUPS)
-    sizes = GROUPS if device == "cpu" else torch.tensor(GROUPS, device=device)
-    layout = Groups(sizes, E, T, torch.device(device)).layout(128)
-    cases = [(128, BF16, FP32, 0), (256, torch.float16, BF16, 1), (144, BF16, BF16, 2)]
-    if device == "cuda":
-        cases += [(768, BF16, FP32, 0), (2048, BF16, FP32, 1)]
-    for F, dtype, weight_dtype, turn in cases:
-        row, col = parse_format(FP8_BLOCKS[turn]), parse_format(FP8_BLOCKS[-turn])
-        x, dy = (randn(T, n, seed=n, device=device, scale=4.0) for n in (2 * F + 8, F + 8))
-        x, dy = x.to(dtype)[:, 8:], dy.to(dtype)[:, :F]
-        x[60, F + 3], x[61, 2], x[62, 1] = float("nan"), float("inf"), float("-inf")
-        x[:8, :4], x[:, 7], dy[70] = 0, 0, 0
-        x[:, F + 9] *= 1e-30 if dtype == BF16 else 1e-6
-        weights = randn(T, seed=3, device=device, dtype=weight_dtype)
-        y = swiglu.weighted_product(x, weights)
-        found = [(swiglu_cast.product_cast, (x, weights), (y,))]
-        if F % 128 == 0:
-            found.append((swiglu_cast.gradient_cast, (dy, x, weights), swiglu.weighted_gradient(dy, x, weights)))
-        for cast_of, sources, (written, *others) in found:
-            got, *others_got = cast_of(*sources, layout.blocks, *map(grouped_columns.how_cast, (col, row)))
-            expected = grouped_columns.both_with_triton(written, row, col, layout)
-            for a, b in zip(grouped_columns.payloads(got, row, col, dtype, layout), expected, strict=True):
-                used = layout.ends[-1] if a.direction == "columnwise" else T
-                rows = used // 128 if a.direction == "columnwise" else T
-                assert torch.equal(a.codes()[:used], b.codes()[:used]), (F, dtype, a.direction)
-                assert torch.equal(a.scale[:rows], b.scale[:rows]), (F, dtype, a.direction)
-            for a, b in zip(others_got, others, strict=True):
-                assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0)), (F, dtype)
-
-
-def check_experts_around_swiglu(device):
-    """Outputs and gradients with SwiGLU in the casts of the grouped linears around it, and between them."""
-    with grouped_casts_on(device):
-        for quantized in (False, True):
-            inside, apart = (experts_around_swiglu(device, inside, quantized) for inside in (True, False))
-            assert all(t.any() for t in inside[:3]) and len(inside) == len(apart)
-            assert all(map(torch.equal, inside, apart))
-
-
-def check_where_experts_swiglu_is_cast_apart(device):
-    """Its result, its gradient: by what the plans, the weights and the readers of fc1's output are."""
-    with grouped_casts_on(device):
-        fc1, fc2 = experts("fp8_block", device)
-        groups = Groups([3, 2], 2, 5, torch.device(device))
-        x = randn(5, 256, seed=1, device=device).requires_grad_()
-
-        def casts(fc1=fc1, fc2=fc2, looked_at=lambda h: None):
-            h = fc1(x, groups)
-            looked_at(h)
-            forth, back = fc2.call_for_computed(h, groups), casts_gradient(h)
-            assert forth is None or forth.how.computed["input"] is None
-            return forth is not None, back is not None
-
-        assert casts() == (True, True)
-        with torch.no_grad():
-            assert fc2.call_for_computed(randn(5, 512, seed=2, device=device), groups) is None
-        assert casts(looked_at=lambda h: h.register_hook(lambda grad: None)) == (True, False)
-        assert casts(looked_at=lambda h: h.retain_grad()) == (True, False)
-        assert casts(fc1=experts("fp8_block", device, bias=True)[0]) == (True, False)
-        assert casts(fc1=experts("mxfp8", device)[0]) == (True, False)
-        assert casts(fc2=experts("mxfp8", device)[1]) == (False, True)
-        assert casts(fc2=experts("fp8_block", device, save_input="original")[1]) == (False, True)
-        fc2.weight.requires_grad_(False)
-        assert casts() == (False, True)
-        fc2.weight.requires_grad_()
-        fc2.hq.one_by_one = True
-        assert casts() == (False, True)
-        fc1.hq.one_by_one = True
-        assert casts() == (False, False)
-        fc1.hq.one_by_one = fc2.hq.one_by_one = False
-        weights = torch.ones(5, device=device)
-        h = fc1(x, groups)
-        y = gated_cast.weighted_swiglu_for(h, weights, fc2.call_for_computed(h, groups))
-        try:
-            (fc2(y, groups).sum() + h.square().sum()).backward()
-        except NotImplementedError as error:
-            assert "second reader" in str(error)
-        else:
-            raise AssertionError("a second reader of fc1's output was not refused")
-        with torch.autograd.detect_anomaly(check_nan=False):
-            h = fc1(x, groups)
-            h.grad_fn.register_prehook(lambda grads: seen.append(type(grads[0])))
-            seen = []
-            fc2(gated_cast.weighted_swiglu_for(h, weights, None), groups).sum().backward()
-        assert seen == [torch.Tensor]
-    reasons = experts("fp8_rowwise", device)[0].how.computed
-    assert "not FP8 with scales of 128 elements" in reasons["input"]
-
-
-def experts(name, device, *, bias=False, **options):
-    """fc1 and fc2 of two experts, 256 features of both sides."""
-    made = dict(recipe=mh.Recipe.load(name), dtype=BF16, **options)
-    fc1 = mh.HybridGroupedLinear(2, 256, 512, bias, name="fc1", **made).to(device)
-    fc2 = mh.HybridGroupedLinear(2, 256, 256, name="fc2", **made).to(device)
-    mh.prepare(torch.nn.ModuleList((fc1, fc2)), seed=1).begin_step(1)
-    return fc1, fc2
-
-
-@contextmanager
-def grouped_casts_on(device):
-    """The kernels for casts of groups on this device too."""
-    reason = ops_triton.reason
-    ops_triton.reason = lambda of: None if of.type == device else reason(of)
-    try:
-        yield
-    finally:
-        ops_triton.reason = reason
-
-
-def experts_around_swiglu(device, inside: bool, quantized: bool) -> list:
-    """Their result and all gradients."""
-    torch.manual_seed(0)
-    splits = [0, 1, 44, 7]
-    T, E, K, F = sum(splits), len(splits), 256, 256  # an expert's scales of 128 x 128 blocks are whole 16 bytes
-    made = dict(recipe=mh.Recipe.load("fp8_block"), dtype=BF16)
-    with mh.quantized_model_init(made["recipe"]) if quantized else nullcontext():
-        fc1 = mh.HybridGroupedLinear(E, K, 2 * F, name="fc1", **made).to(device)
-        fc2 = mh.HybridGroupedLinear(E, F, K, name="fc2", **made).to(device)
-    mh.prepare(torch.nn.ModuleList((fc1, fc2)), seed=1).begin_step(1)
-    x = randn(T, K, seed=1, device=device).requires_grad_()
-    weights = randn(T, seed=2, device=device, dtype=FP32).requires_grad_()
-    groups = Groups(splits if device == "cpu" else torch.tensor(splits, device=device), E, T, x.device)
-    h, seen = fc1(x, groups), []
-    if inside:
-        y = gated_cast.weighted_swiglu_for(h, weights, fc2.call_for_computed(h, groups))
-    else:
-        y = swiglu.weighted_swiglu(h, weights)
-    assert (type(y) is GroupedPayloads) == inside
-    h.grad_fn.register_prehook(lambda grads: seen.append(type(grads[0])))
-    out = fc2(y, groups)
-    out.backward(randn(T, K, seed=3, device=device))
-    assert seen == [GroupedPayloads if inside else torch.Tensor]
-    return [out.detach(), x.grad, weights.grad, *(p.grad for layer in (fc1, fc2) for p in layer.parameters())]
 
 
 def routing(tokens, experts, most, *, seed, device, exact=True):
@@ -545,25 +400,6 @@ def check_columns_of_groups(device):
             alone = cast(x, by_rows, "rowwise")
             assert torch.equal(row.qdata, alone.qdata) and torch.equal(row.scale, alone.scale)
     assert_columns_of_copies(x[:160], device)
-
-
-def check_scales_of_any_amax(device):
-    """Those of the casts, for amaxes of any exponent and digits, powers of two and their neighbours included."""
-    bits = torch.randint(0, 0x7F800000, (256,), generator=torch.Generator().manual_seed(1))
-    near = torch.tensor([2.0**e for e in range(-149, 128)]).view(torch.int32)
-    near = torch.cat([near, torch.tensor([448.0, 57344.0, 1.75, 1e-38]).view(torch.int32)])
-    bits = torch.cat([bits, *((near + d).clamp(0, 0x7F7FFFFF) for d in (-1, 0, 1))])
-    values = bits[: len(bits) // 128 * 128].to(torch.int32).view(torch.float32)
-    x = torch.zeros(3, len(values))
-    x[1] = values
-    x = x.to(device)
-    layout = Groups([3] if device == "cpu" else torch.tensor([3], device=device), 1, 3, x.device).layout(128)
-    for name in ("fp8_block_e4m3", "fp8_block_e5m2", "fp8_block_e4m3:eps=1e-30", "fp8_block_e4m3:no_pow2"):
-        fmt = parse_format(name)
-        found = grouped_columns.with_triton(x, fmt, layout)
-        expected = cast(layout.spread(x), fmt, "columnwise", transposed=True)
-        assert torch.equal(found.scale[:1], expected.scale[:1]), fmt
-        assert torch.equal(found.qdata[:, :128], expected.qdata[:, :128]), fmt
 
 
 def assert_columns_of_copies(x, device) -> None:

@@ -23,7 +23,7 @@ from triton.runtime.jit import JITFunction
 from megatron_hybrid.formats import parse_format
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.observe.statistics import measure_fused
-from megatron_hybrid.ops_triton import grouped_columns, grouped_gemm, permute, swiglu_cast, turn
+from megatron_hybrid.ops_triton import grouped_columns, grouped_gemm, permute, turn
 from megatron_hybrid.ops_triton import statistics as fused_statistics
 from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
 from megatron_hybrid.ops_triton.norm import norm
@@ -48,7 +48,6 @@ def compile_only() -> None:
     run = JITFunction.run
 
     def warm(self, *args, grid, warmup, **kwargs):
-        kwargs |= {"CONVERTS": True} if "CONVERTS" in kwargs else {}  # which it is on the device
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
         flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "ROW", "WEIGHTED", "COPIES") if kwargs.get(k))
         flags += f" {kwargs['SCALED']}" if "SCALED" in kwargs else ""
@@ -113,10 +112,6 @@ def grouped(E=128, T=1024, K=2048, N=1536) -> None:
         tokens_amax = grouped_columns.group_amax(x, where, copies=copies)
         grouped_columns.group_cast(x, where, tokens_amax, how, copies=copies)
         grouped_columns.group_cast(x, where, amax, how, how)
-    how = dict(element="e4m3", eps=0.0, pow2=True, whole=False)
-    sources = torch.zeros(T, 2 * 768, dtype=torch.bfloat16), torch.zeros(T)
-    swiglu_cast.product_cast(*sources, where, how, how)
-    swiglu_cast.gradient_cast(torch.zeros(T, 768, dtype=torch.bfloat16), *sources, where, how, how)
     fp8, scale = torch.float8_e4m3fn, torch.zeros(1)
     a, w = torch.empty(T, K, dtype=fp8), torch.empty(E * N, K, dtype=fp8)
     y, dw = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((T, N), (E, N, K)))
