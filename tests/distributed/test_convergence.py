@@ -17,6 +17,7 @@ from megatron_hybrid import Recipe
 pytestmark = pytest.mark.dist
 SCRIPT = REPOSITORY / "scripts" / "convergence.py"
 LATE = REPOSITORY / "configs" / "convergence" / "nvfp4_late_at_1300.yaml"
+LOADING = "[megatron_hybrid] loading torch ...\n"  # all that is on stderr where nothing is wrong
 TINY = {
     "num-layers": 1, "hidden-size": 64, "ffn-hidden-size": 128, "num-attention-heads": 2, "seq-length": 64,
     "max-position-embeddings": 64, "position-embedding-type": "rope", "normalization": "RMSNorm", "swiglu": True,
@@ -93,7 +94,7 @@ def test_runs_are_trained_once_and_cut_off_at_the_deadline(tmp_path):
     assert late.returncode == 1 and "rules[1] never takes effect: its steps are 9000:" in late.stderr
     (tmp_path / "model.yaml").write_text(yaml.safe_dump({**TINY, "lr-warmup-iters": 100}))
     fast = run("--iterations", 200, "--runs", "mxfp8:1", "mxfp8:2", tmp_path / "late.yaml:1", "--speed")
-    assert not fast.stderr and "1 runs to do" in fast.stdout, fast.stdout + fast.stderr  # no losses of this setting: no table
+    assert fast.stderr == LOADING and "1 runs to do" in fast.stdout, fast.stdout + fast.stderr  # no losses of this setting: no table
     assert json.loads((tmp_path / "results" / "speed" / "mxfp8.json").read_text())["tokens_per_second"] > 0
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(TINY))
     assert run("--iterations", 8, "--runs", "mxfp8:1", "--speed").returncode == 0
