@@ -31,7 +31,7 @@ from .scaled_mm import BLOCK, ROW, TILE, codes, scale_kind
 _ALIGN = 16  # bytes: rows of a matrix, and groups along the contraction, begin at multiples of this
 _BLOCK = 128  # rows of a block of columns, elements of a block scale
 _HOPPER = (9, 0)
-_OWN_KINDS = {(ROW, ROW): 0, (BLOCK, BLOCK): 1, (BLOCK, TILE): 2}  # ops_triton.grouped_gemm's words for them
+_OWN_KINDS = {(ROW, ROW): grouped_cuda.ROW, (BLOCK, BLOCK): grouped_cuda.BLOCKS, (BLOCK, TILE): grouped_cuda.TILES}
 
 
 class GroupedBackend(Protocol):

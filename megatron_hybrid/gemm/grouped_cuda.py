@@ -12,7 +12,7 @@ import importlib
 
 import torch
 
-ROW, BLOCKS, TILES = 0, 1, 2  # ops_triton.grouped_gemm's kinds of scales
+ROW, BLOCKS, TILES = 0, 1, 2  # what a scale covers: a row; 1 x 128; 128 x 128; of both operands, or of B (TILES)
 _KINDS = {(ROW, True): "row_fast", (ROW, False): "row", (BLOCKS, False): "block", (TILES, False): "tile"}
 _OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _ALIGN = 16  # bytes at which operands and results begin

@@ -15,12 +15,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from ..gemm.grouped_cuda import BLOCKS, ROW, TILES
 from .launch import on_device
 
 BLOCK = 128
 _SHARED = 227 << 10  # bytes a program may have on sm_90
 _AT_ONCE = 32  # blocks a program of the map
-ROW, BLOCKS, TILES = 0, 1, 2  # what a scale covers: a row; 1 x 128; 128 x 128
 
 
 class Tile(NamedTuple):

@@ -284,16 +284,15 @@ def test_groups(emulated, name, dtype, K, copied):
     codes = torch.full((K, count * 128), 0xAA, dtype=torch.uint8)
     scale = torch.full((len(sizes) if whole else count, K), float("nan"))
     parts = rows.split(sizes)
-    tops = [p.float().abs().nan_to_num(nan=float("nan"), posinf=float("inf")) for p in parts]
-    amax = torch.stack([t.amax(0) if len(t) else torch.zeros(K) for t in tops])
-    spec = lambda d: module_spec(emulated, fmt, d, x.device)  # noqa: E731
-    column = (spec(COLUMNWISE), codes.data_ptr(), True, scale.data_ptr(), amax.data_ptr() if whole else 0, False, 0, 0)
+    amax = torch.stack([p.float().abs().amax(0) if len(p) else torch.zeros(K) for p in parts])
+    row_spec, column_spec = (module_spec(emulated, fmt, d, x.device) for d in DIRECTIONS)
+    column = (column_spec, codes.data_ptr(), True, scale.data_ptr(), amax.data_ptr() if whole else 0, False, 0, 0)
     row = row_codes = row_scale = None
     if not copied:
         row_codes, row_amax = torch.full((T, K), 0xAA, dtype=torch.uint8), x.float().abs().amax(1)
         row_scale = torch.full((T, 1 if whole else -(-K // 128)), float("nan"))
         row = (
-            spec(ROWWISE), row_codes.data_ptr(), False, row_scale.data_ptr(), row_amax.data_ptr() if whole else 0, False, 0, 0,
+            row_spec, row_codes.data_ptr(), False, row_scale.data_ptr(), row_amax.data_ptr() if whole else 0, False, 0, 0,
         )  # fmt: skip
     by = (choice.data_ptr(), 3) if copied else (0, 1)
     groups = (ends.data_ptr(), blocks.data_ptr(), len(sizes), count, T, *by)
