@@ -1,7 +1,7 @@
 """Columnwise casts of FP8 for all groups at once: a scale for every group and column, or for every 128 rows of a group.
 
-The arithmetic is docs/numerics.md's FP32 rule: on a GPU in the casts of csrc/cuda, with the map of blocks and amaxes of whole
-columns from Triton, in torch operations elsewhere; tests hold all to the kernels' bytes.
+The arithmetic is docs/numerics.md's FP32 rule: on a GPU in the casts of csrc/cuda, with the map of blocks from Triton,
+in torch operations elsewhere; tests hold both to the bytes of casts of each group alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .permutation import RowMap
 from .scaling import FLT_MAX
 from .storage import FP8_DTYPES, QuantizedStorage, cast
 
-_TRITON_DTYPES, _TRITON_ALIGN = (torch.bfloat16, torch.float16, torch.float32), 128
+_SOURCES, _BLOCK_ROWS = (torch.bfloat16, torch.float16, torch.float32), 128
 _ALIGNED = 16  # what grouped FP8 GEMMs ask of K; compiled for 100 columns, rows and columns together gave wrong codes
 _ALL_BUT_SIGN = (1 << 31) - 1
 _SIGN_AND_EXPONENT = -(1 << 23)  # 0xff800000 as an int32
@@ -32,7 +32,7 @@ def row_scaled_columns(x: torch.Tensor, fmt: Format, layout: Layout, copies: Row
     NaN and Inf leave their group's column with scale 1, as in a cast of the group alone. Rows after the last group
     get codes that nothing reads.
     """
-    return (with_triton if _has_triton(x, layout) else with_torch)(x, fmt, layout, copies)
+    return (with_kernels if _has_kernels(x, layout) else with_torch)(x, fmt, layout, copies)
 
 
 def block_columns(
@@ -42,13 +42,13 @@ def block_columns(
 
     copies: as `row_scaled_columns`'s. Rows after the last group get codes that nothing reads.
     """
-    if transposed and not fmt.tile and _has_triton(x, layout):
-        return with_triton(x, fmt, layout, copies)
+    if transposed and not fmt.tile and _has_kernels(x, layout):
+        return with_kernels(x, fmt, layout, copies)
     return cast(layout.spread(x, copies), fmt, COLUMNWISE, transposed=transposed)
 
 
-def _has_triton(x: torch.Tensor, layout: Layout) -> bool:
-    return x.dtype in _TRITON_DTYPES and layout.align == _TRITON_ALIGN and ops_triton.reason(x.device) is None
+def _has_kernels(x: torch.Tensor, layout: Layout) -> bool:
+    return x.dtype in _SOURCES and layout.align == _BLOCK_ROWS and ops_triton.reason(x.device) is None
 
 
 def with_torch(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None) -> QuantizedStorage:
@@ -61,38 +61,22 @@ def with_torch(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | No
     return _payload(x.shape, x.dtype, fmt, encode(values.view(x.shape), fmt).T.contiguous(), enc)
 
 
-def with_triton(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None) -> QuantizedStorage:
-    """`row_scaled_columns` in two reads of x, `block_columns` in one; groups begin at multiples of 128."""
-    return both_with_triton(x, None, fmt, layout, copies)[1]
+def with_kernels(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None) -> QuantizedStorage:
+    """`row_scaled_columns` in two reads of x, `block_columns` in one; on CUDA, groups begin at multiples of 128."""
+    return both_with_kernels(x, None, fmt, layout, copies)[1]
 
 
 def rows_and_columns(x: torch.Tensor, row: Format, col: Format, layout: Layout):
     """(rowwise payload, columnwise payload spread out by `layout`) of x (T, K) from one read of it, two where scales are
     of whole rows or columns; None where this device or these formats need a cast each."""
     known = all(scale_kind(fmt) in (ROW, BLOCK) for fmt in (row, col))
-    if known and x.shape[1] % _ALIGNED == 0 and _has_triton(x, layout):
-        return both_with_triton(x, row, col, layout)
+    if known and x.shape[1] % _ALIGNED == 0 and _has_kernels(x, layout):
+        return both_with_kernels(x, row, col, layout)
     return None
 
 
-def both_with_triton(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copies: RowMap | None = None):
+def both_with_kernels(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copies: RowMap | None = None):
     """`rows_and_columns`; (None, columnwise payload) where `row` is None, as it is with `copies`."""
-    from .ops_triton.grouped_columns import group_amax, group_cast
-
-    x, amax = as_rows(x), None
-    if x.is_cuda:
-        (codes, scale), rows = _cast(x, row, col, layout, copies)
-    else:  # interpreted
-        by_row, by_col = (None if f is None else _how(f) for f in (row, col))
-        if by_col["whole"] or (by_row is not None and by_row["whole"]):
-            amax = group_amax(x, layout.blocks, rows=by_row is not None and by_row["whole"], copies=copies)
-        (codes, scale), rows = group_cast(x, layout.blocks, amax, by_col, by_row, copies)
-    columns = QuantizedStorage(col, COLUMNWISE, (layout.rows, x.shape[1]), x.dtype, True, codes, scale)
-    return None if rows is None else QuantizedStorage(row, ROWWISE, tuple(x.shape), x.dtype, False, *rows), columns
-
-
-def _cast(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copies: RowMap | None):
-    """`ops_triton.grouped_columns.group_cast` by the compiled casts, amaxes included."""
 
     def side(fmt: Format, codes, of_whole, of_blocks, amax, **how) -> Side:
         whole = scale_kind(fmt) == ROW
@@ -100,19 +84,17 @@ def _cast(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copi
         scale = torch.empty(of_whole if whole else of_blocks, device=x.device)
         return Side(fmt, codes, scale, amax if whole else None, **how)
 
-    (T, K), where, of_columns, of_rows = x.shape, layout.blocks, None, None
-    T = T if copies is None else copies.num_rows
+    x = as_rows(x)
+    K, where, of_columns, of_rows = x.shape[1], layout.blocks, None, None
+    T = x.shape[0] if copies is None else copies.num_rows
     whole_rows = row is not None and scale_kind(row) == ROW
     if whole_rows or scale_kind(col) == ROW:
         of_columns, of_rows = amax_groups(x, where, T, rows=whole_rows, copies=copies)
     columns = side(col, (K, layout.rows), (layout.groups.num, K), (where.count, K), of_columns, transposed=True)
     rows = None if row is None else side(row, (T, K), (T, 1), (T, -(-K // layout.align)), of_rows)
     cast_groups(x, rows, columns, where, T, copies)
-    return (columns.qdata, columns.scale), None if rows is None else (rows.qdata, rows.scale)
-
-
-def _how(fmt: Format) -> dict:
-    return dict(element=fmt.element, eps=fmt.eps, pow2=fmt.pow2, whole=scale_kind(fmt) == ROW)
+    payload = QuantizedStorage(col, COLUMNWISE, (layout.rows, K), x.dtype, True, columns.qdata, columns.scale)
+    return None if rows is None else QuantizedStorage(row, ROWWISE, (T, K), x.dtype, False, rows.qdata, rows.scale), payload
 
 
 def _payload(shape, dtype, fmt: Format, codes: torch.Tensor, enc: torch.Tensor) -> QuantizedStorage:

@@ -29,7 +29,7 @@ KINDS = (  # of kernels, by name; the first that fits
     (COLLECTIVES, r"nccl"),
     ("attention", r"sdpa|fmha|flash|cudnn::fusion"),
     (GEMMS, r"gemm|nvjet|cutlass|xmma|splitk|cublas|grouped|^_rows|^_contract"),
-    (CASTS, r"mh::|^_cast|^_amax"),
+    (CASTS, r"mh::"),
     ("permutation", r"^_(gather|copy|clear|sum|index|dot)\b"),
     ("fused", r"^_(norm|swiglu|weighted|split_rotate|loss|column|scale)"),
     ("copies", r"memcpy|memset|copy_kernel|CatArray|^_turn"),

@@ -15,12 +15,11 @@ from types import SimpleNamespace
 import interpreted
 import torch
 
-from megatron_hybrid import grouped_columns, parse_format, permutation
+from megatron_hybrid import parse_format, permutation
 from megatron_hybrid.gemm import DeviceKind, GemmPair
 from megatron_hybrid.gemm.grouped import OWN
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.ops_triton import cross_entropy, norm, permute, rotary, sums, swiglu, turn
-from megatron_hybrid.ops_triton import grouped_columns as grouped_columns_kernels
 from megatron_hybrid.stacked import GroupedColumns, StackedWeight
 from megatron_hybrid.storage import cast
 from megatron_hybrid.turn import turned as turned_over
@@ -247,29 +246,6 @@ def check_scaled_rows(device):
     within(found, exact.double(), half_ulp(BF16), 0)
 
 
-def check_amaxes_of_groups(device):
-    """Of columns of every group and of rows, bit for bit, NaN on top; of tokens through a map those of their copies."""
-    splits = [5, 0, 131, 3]
-    for K, dtype in ((600, BF16), (96, FP32)):
-        x = randn(sum(splits), K, seed=1, device=device, dtype=dtype)
-        x[10, 7], x[:, 9], x[60] = float("-inf"), 0, 0
-        layout = Groups(torch.tensor(splits, device=device), 4, sum(splits), torch.device(device)).layout(128)
-        for rows in (False, True):
-            found = grouped_columns_kernels.group_amax(x, layout.blocks, rows=rows)
-            columns = [part.float().abs().amax(0) if len(part) else torch.zeros(K, device=device) for part in x.split(splits)]
-            assert torch.equal(found.columns.view(FP32), torch.stack(columns))
-            assert not rows or torch.equal(found.rows.view(FP32), x.float().abs().amax(1))
-        x[3, 5] = -float("nan")
-        found = grouped_columns_kernels.group_amax(x, layout.blocks, rows=True)
-        assert found.rows.view(FP32).isnan().nonzero().tolist() == [[3]]
-        assert found.columns.view(FP32).isnan().nonzero().tolist() == [[0, 5]]
-        routed = routing(60, 4, 2, seed=1, device=device)
-        copies, tokens = permutation.RowMap(*permute.index(routed, 120), 4), x[:60]
-        where = Groups(routed.sum(0), 4, 120, torch.device(device)).layout(128).blocks
-        found = grouped_columns_kernels.group_amax(tokens, where, copies=copies)
-        assert torch.equal(found.columns, grouped_columns_kernels.group_amax(copies.expand(tokens), where).columns)
-
-
 def check_matrices_turned_over(device):
     """Every byte: whole words and not, tiles that are full and not, stacks, strided rows and stacks, elements with a sign."""
     shapes = [(1, 128, 256), (2, 140, 200), (2, 30, 17), (3, 7, 129), (4, 1, 5), (2, 129, 1), (0, 4, 4), (2, 4, 0)]
@@ -368,53 +344,6 @@ def check_cross_entropy(device):
             assert "modified by an inplace operation" in str(err), err
         else:
             raise AssertionError("a second backward over overwritten logits was not refused")
-
-
-COLUMNS = (
-    "fp8_rowwise_e4m3", "fp8_rowwise_e5m2:pow2", "fp8_block_e4m3", "fp8_block_e5m2:no_pow2", "fp8_block_e4m3:eps=0.5",
-)  # fmt: skip
-
-
-def check_columns_of_groups(device):
-    """The bytes of the torch operations and of the casts, which are the kernels': ragged groups, NaN, Inf, zeros."""
-    splits = [133, 0, 16, 70]
-    x = randn(sum(splits), 96, seed=5, device=device)
-    x *= torch.logspace(-6, 6, 96, device=device).to(BF16)
-    x[140, 3], x[141, 4], x[2, 5], x[3, 6], x[:, 7] = float("nan"), float("inf"), float("-inf"), -float("nan"), 0
-    x[:, 8] *= 1e-38
-    sizes = splits if device == "cpu" else torch.tensor(splits, device=device)
-    for name in COLUMNS:
-        fmt = parse_format(name)
-        layout = Groups(sizes, 4, sum(splits), torch.device(device)).layout(128)
-        found, ends = grouped_columns.with_triton(x, fmt, layout), layout.ends[-1]
-        if fmt.family == "fp8_rowwise":
-            expected, scales = grouped_columns.with_torch(x, fmt, layout), slice(None)
-        else:
-            expected, scales = cast(layout.spread(x), fmt, "columnwise", transposed=True), slice(0, ends // 128)
-        assert torch.equal(found.scale[scales], expected.scale[scales])
-        assert torch.equal(found.qdata[:, :ends], expected.qdata[:, :ends]), (found.qdata != expected.qdata).sum()
-        for by_rows in map(parse_format, ("fp8_rowwise_e4m3", "fp8_block_e5m2")):
-            row, col = grouped_columns.both_with_triton(x, by_rows, fmt, layout)
-            assert torch.equal(col.scale[scales], expected.scale[scales])
-            assert torch.equal(col.qdata[:, :ends], expected.qdata[:, :ends])
-            alone = cast(x, by_rows, "rowwise")
-            assert torch.equal(row.qdata, alone.qdata) and torch.equal(row.scale, alone.scale)
-    assert_columns_of_copies(x[:160], device)
-
-
-def assert_columns_of_copies(x, device) -> None:
-    """Tokens read by a map give the bytes of their copies."""
-    routed = routing(len(x), 5, 2, seed=3, device=device)  # none to the last
-    copies = permutation.RowMap(*permute.index(routed, 2 * len(x)), 5)
-    sizes = routed.sum(0) if device == "cuda" else routed.sum(0).tolist()
-    layout = Groups(sizes, 5, 2 * len(x), x.device).layout(128)
-    ends = layout.ends[-1]
-    for fmt in map(parse_format, COLUMNS):
-        found = grouped_columns.with_triton(x, fmt, layout, copies)
-        expected = grouped_columns.with_triton(copies.expand(x), fmt, layout)
-        scales = slice(None) if fmt.family == "fp8_rowwise" else slice(0, ends // 128)
-        assert torch.equal(found.scale[scales], expected.scale[scales])
-        assert torch.equal(found.qdata[:, :ends], expected.qdata[:, :ends])
 
 
 GROUPED = {

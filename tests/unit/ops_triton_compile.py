@@ -23,14 +23,13 @@ from triton.runtime.jit import JITFunction
 from megatron_hybrid.formats import parse_format
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.observe.statistics import measure_fused
-from megatron_hybrid.ops_triton import grouped_columns, grouped_gemm, permute, turn
+from megatron_hybrid.ops_triton import grouped_gemm, permute, turn
 from megatron_hybrid.ops_triton import statistics as fused_statistics
 from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
 from megatron_hybrid.ops_triton.norm import norm
 from megatron_hybrid.ops_triton.rotary import split_rotate
 from megatron_hybrid.ops_triton.sums import column_sum
 from megatron_hybrid.ops_triton.swiglu import swiglu, weighted_swiglu
-from megatron_hybrid.permutation import RowMap
 from megatron_hybrid.storage import QuantizedStorage
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -49,7 +48,7 @@ def compile_only() -> None:
 
     def warm(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "ROW", "WEIGHTED", "COPIES") if kwargs.get(k))
+        flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "WEIGHTED") if kwargs.get(k))
         flags += f" {kwargs['SCALED']}" if "SCALED" in kwargs else ""
         flags += f" {kwargs['PACK']}" if "PACK" in kwargs else ""
         if self.fn is grouped_gemm._rows.fn and args[4].dtype == torch.float32:
@@ -103,15 +102,7 @@ def main() -> None:
 def grouped(E=128, T=1024, K=2048, N=1536) -> None:
     """The kernels of grouped linears, as 128 experts launch them."""
     layout = Groups([T // E] * E, E, T, torch.device("cpu")).layout(grouped_gemm.BLOCK)
-    where, x = layout.blocks, torch.zeros(T, K, dtype=torch.bfloat16)
-    copies = RowMap(*permute.index(torch.zeros(T // 8, E, dtype=torch.bool), T), E)
-    for whole in (True, False):
-        how = dict(element="e4m3", eps=0.0, pow2=True, whole=whole)
-        amax = grouped_columns.group_amax(x, where, rows=True)
-        grouped_columns.group_cast(x, where, amax, how)
-        tokens_amax = grouped_columns.group_amax(x, where, copies=copies)
-        grouped_columns.group_cast(x, where, tokens_amax, how, copies=copies)
-        grouped_columns.group_cast(x, where, amax, how, how)
+    where = layout.blocks
     fp8, scale = torch.float8_e4m3fn, torch.zeros(1)
     a, w = torch.empty(T, K, dtype=fp8), torch.empty(E * N, K, dtype=fp8)
     y, dw = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((T, N), (E, N, K)))

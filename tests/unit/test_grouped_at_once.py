@@ -142,7 +142,7 @@ def test_layouts_place_rows_and_leave_zeros(known):
 
 
 @pytest.mark.parametrize("fmt", ["fp8_rowwise_e4m3", "fp8_rowwise_e5m2:pow2", "fp8_rowwise_e4m3:eps=0.5"])
-@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("align", [1, 16, 128])
 def test_row_scaled_columns_are_the_kernels_bytes(fmt, align):
     splits = [33, 0, 16, 7]
     x = randn(56, 32, seed=5) * torch.logspace(-6, 6, 32).bfloat16()
