@@ -11,14 +11,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "measurements" / "gpu_tests.json"
-KERNELS = ("csrc/cuda", "csrc/gemm", "csrc/lt", "csrc/numerics")
+KERNELS = ("csrc/cuda", "csrc/device.h", "csrc/gemm", "csrc/lt", "csrc/numerics")
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
 
 def kernel_hash(root: Path = ROOT) -> str:
     """SHA-256 of the sources that CUDA code is compiled from, names and contents."""
     digest = hashlib.sha256()
-    for path in sorted(p for folder in KERNELS for p in (root / folder).rglob("*") if p.is_file()):
+    files = (p for name in KERNELS for p in (root / name, *(root / name).rglob("*")) if p.is_file())
+    for path in sorted(files):
         content = path.read_bytes()
         digest.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
     return digest.hexdigest()

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads) amax_along_k(const __grid_constant__
       for (int h = 0; h < 2; ++h) {
         const int64_t first = (l + h * kWarp) * kLine, left = a.x.cols - first;
         n[h] = static_cast<int>(min(max(left, int64_t{0}), int64_t{kLine}));
-        read_line<T>(base + (n[h] ? first * a.x.col_stride : 0), a.x.col_stride, n[h], a.vector, line[h]);
+        read_pairs<T>(base + (n[h] ? first * a.x.col_stride : 0), a.x.col_stride, n[h], a.vector, line[h]);
       }
       MH_UNROLL
       for (int h = 0; h < 2; ++h) row.add_line(line[h], n[h], a.wants(false), a.wants(true));

@@ -443,22 +443,18 @@ __global__ void __launch_bounds__(kThreads, (kBlocksAtOnce<T, row, col>)) cast_t
   if constexpr (col == Kind::fp8) raise_history(a.col, &ex.most[1], most[1]);
 }
 
-template <class T, Kind row, Kind col>
+template <class T, Kind row, Kind col, bool kGrouped = false>
 void launch_kinds(const CastArgs& args, const Where& where) {
   const int bytes = kTileBytes<T> + (col == Kind::none ? 0 : kStagingBytes);
-  const auto kernel = cast_tiles<T, row, col>;
+  const auto kernel = cast_tiles<T, row, col, kGrouped>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "quantize");
   launch(kernel, grid_for(args.items), bytes, where, "quantize", args);
 }
 
 template <class T>
 void launch_groups(const CastArgs& args, Kind row, const Where& where) {
-  const auto start = [&](auto kernel) {
-    const int bytes = kTileBytes<T> + kStagingBytes;
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), "quantize");
-    launch(kernel, grid_for(args.items), bytes, where, "quantize", args);
-  };
-  row == Kind::none ? start(cast_tiles<T, Kind::none, Kind::fp8, true>) : start(cast_tiles<T, Kind::fp8, Kind::fp8, true>);
+  if (row == Kind::none) return launch_kinds<T, Kind::none, Kind::fp8, true>(args, where);
+  launch_kinds<T, Kind::fp8, Kind::fp8, true>(args, where);
 }
 
 // FP4 without options has kernels of its own for BF16 only; other tensors take those that have the options too.

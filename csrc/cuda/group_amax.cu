@@ -24,21 +24,6 @@ struct GroupAmaxPass {
 template <class T>
 constexpr int kLaneCols = kVector / static_cast<int>(sizeof(typename T::Raw));
 
-// 16 bytes of a row, n elements of them inside.
-template <class T>
-__device__ __forceinline__ void read_some(const typename T::Raw* first, int64_t stride, int n, bool vector,
-                                          Pair<T> (&some)[kLaneCols<T> / 2]) {
-  if (vector && n == kLaneCols<T>) {
-    const uint4 v = *reinterpret_cast<const uint4*>(first);
-    memcpy(some, &v, sizeof v);
-    return;
-  }
-  MH_UNROLL
-  for (int e = 0; e < kLaneCols<T> / 2; ++e)
-    some[e] = Pair<T>::of(2 * e < n ? load_raw<T>(first[2 * e * stride]) : 0.0f,
-                          2 * e + 1 < n ? load_raw<T>(first[(2 * e + 1) * stride]) : 0.0f);
-}
-
 template <class T>
 __global__ void __launch_bounds__(kThreads) amax_of_groups(const __grid_constant__ GroupAmaxPass a) {
   constexpr int kCols = kLaneCols<T>, kStripCols = kLanes * kCols;
@@ -62,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) amax_of_groups(const __grid_constant
       const bool inside = r + u < rows;
       int64_t row = inside ? first + r + u : 0;
       if (g.choice && inside) row = static_cast<uint32_t>(max(g.choice[row], 0)) / parts;
-      read_some<T>(base + row * a.x.row_stride, a.x.col_stride, inside ? n : 0, a.vector, some[u]);
+      read_pairs<T>(base + row * a.x.row_stride, a.x.col_stride, inside ? n : 0, a.vector, some[u]);
     }
     MH_UNROLL
     for (int u = 0; u < kRowsLoaded; ++u) {

@@ -78,21 +78,21 @@ struct Largest {
   }
 };
 
-// A line along K from global memory, `n` elements of it inside. `vector`: contiguous and aligned.
-template <class T>
-__device__ __forceinline__ void read_line(const typename T::Raw* first, int64_t stride, int n, bool vector,
-                                          Pair<T> (&line)[kLine / 2]) {
-  if (vector && n == kLine) {
-    uint4 v[sizeof(line) / sizeof(uint4)];
+// Neighbours along K from global memory, `n` of them inside. `vector`: contiguous and aligned.
+template <class T, int kPairs>
+__device__ __forceinline__ void read_pairs(const typename T::Raw* first, int64_t stride, int n, bool vector,
+                                           Pair<T> (&pairs)[kPairs]) {
+  if (vector && n == 2 * kPairs) {
+    uint4 v[sizeof(pairs) / sizeof(uint4)];
     MH_UNROLL
-    for (unsigned i = 0; i < sizeof(line) / sizeof(uint4); ++i) v[i] = reinterpret_cast<const uint4*>(first)[i];
-    memcpy(line, v, sizeof line);
+    for (unsigned i = 0; i < sizeof(pairs) / sizeof(uint4); ++i) v[i] = reinterpret_cast<const uint4*>(first)[i];
+    memcpy(pairs, v, sizeof pairs);
     return;
   }
   MH_UNROLL
-  for (int e = 0; e < kLine / 2; ++e)
-    line[e] = Pair<T>::of(2 * e < n ? load_raw<T>(first[2 * e * stride]) : 0.0f,
-                          2 * e + 1 < n ? load_raw<T>(first[(2 * e + 1) * stride]) : 0.0f);
+  for (int e = 0; e < kPairs; ++e)
+    pairs[e] = Pair<T>::of(2 * e < n ? load_raw<T>(first[2 * e * stride]) : 0.0f,
+                           2 * e + 1 < n ? load_raw<T>(first[(2 * e + 1) * stride]) : 0.0f);
 }
 
 }  // namespace mh::cuda

@@ -1,13 +1,10 @@
-// Launch plumbing: the device of a call, grid sizes, errors that name the function.
+// Launch plumbing: grid sizes, launches, storage types.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
 #include "../backend.h"
+#include "../device.h"
 #include "../numerics/elements.h"
 
 #if defined(__CUDACC__)
@@ -18,33 +15,6 @@ namespace mh::cuda {
 
 constexpr int kThreads = 256;
 constexpr int64_t kMaxGrid = 0x7fffffff;  // kernels stride over the rest
-
-inline void check(cudaError_t error, const char* function) {
-  if (error != cudaSuccess)
-    throw std::runtime_error(std::string("megatron_hybrid._C_cuda.") + function + ": " + cudaGetErrorString(error));
-}
-
-// The tensors' device for the length of a call: the caller's current one may be another.
-class OnDevice {
- public:
-  OnDevice(const Where& where, const char* function) {
-    check(cudaGetDevice(&previous_), function);
-    if (previous_ == where.threads_or_device)
-      previous_ = -1;
-    else
-      check(cudaSetDevice(where.threads_or_device), function);
-  }
-  ~OnDevice() {
-    if (previous_ >= 0) cudaSetDevice(previous_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int previous_ = -1;
-};
-
-inline cudaStream_t stream_of(const Where& where) { return reinterpret_cast<cudaStream_t>(where.stream); }
 
 inline unsigned grid_for(int64_t work) {
   return static_cast<unsigned>(work < 1 ? 1 : (work > kMaxGrid ? kMaxGrid : work));

@@ -52,7 +52,8 @@ __device__ void look(const CastArgs& a, const Item& item) {
       MH_UNROLL
       for (int l = 0; l < kLookLines; ++l) {
         const int some = inside ? n[l] : 0;
-        read_line<T>(base + (some ? (m0 + r + u) * a.x.row_stride + k[l] * a.x.col_stride : 0), a.x.col_stride, some, a.vector, row[u][l]);
+        read_pairs<T>(base + (some ? (m0 + r + u) * a.x.row_stride + k[l] * a.x.col_stride : 0), a.x.col_stride, some,
+                      a.vector, row[u][l]);
       }
     }
     MH_UNROLL
