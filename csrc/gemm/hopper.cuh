@@ -91,33 +91,102 @@ __device__ inline void hold(float (&x)[n]) {
   for (int i = 0; i < n; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// d (64, 128) = A (64, 32) . B (128, 32)^T [+ d] by a warpgroup. Thread t has rows 16 (t / 32) + t % 32 / 4 and 8 below,
-// of every 8 columns two from 2 (t % 4): d[4 j], d[4 j + 1] of the first row, d[4 j + 2], d[4 j + 3] of the second.
-#define MH_8(d, i) \
-  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define MH_PRODUCT(types)                                                                                             \
-  asm volatile(                                                                                                       \
-      "{\n"                                                                                                           \
-      ".reg .pred add;\n"                                                                                             \
-      "setp.ne.b32 add, %66, 0;\n"                                                                                    \
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32." types                                                            \
-      " {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, "   \
-      "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, " \
-      "%45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, %64, %65, add, " \
-      "1, 1;\n"                                                                                                       \
-      "}\n"                                                                                                           \
-      : MH_8(d, 0), MH_8(d, 8), MH_8(d, 16), MH_8(d, 24), MH_8(d, 32), MH_8(d, 40), MH_8(d, 48), MH_8(d, 56)          \
-      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
-
-template <bool kA5, bool kB5>  // E5M2 instead of E4M3
-__device__ inline void product(float (&d)[64], uint64_t a, uint64_t b, bool add) {
-  if constexpr (!kA5 && !kB5) MH_PRODUCT("e4m3.e4m3");
-  if constexpr (!kA5 && kB5) MH_PRODUCT("e4m3.e5m2");
-  if constexpr (kA5 && !kB5) MH_PRODUCT("e5m2.e4m3");
-  if constexpr (kA5 && kB5) MH_PRODUCT("e5m2.e5m2");
+// 16 rows of 32 bytes of A as a warp's registers of a product: `row` is the address of this lane's 16 bytes.
+__device__ inline void load_rows(uint32_t (&a)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3])
+               : "r"(row)
+               : "memory");
 }
 
+// The other way, of 16 rows and 16 columns of 2 bytes, as results lie in registers.
+__device__ inline void store_rows(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+__device__ inline void store_floats(uint32_t to, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
+}
+
+// Copies from shared memory to a box of a map's matrix; what lies outside is not written. They see this thread's stores
+// before; those of a thread form groups; memory that a group reads may be written again once it has been read.
+__device__ inline void copies_see_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ inline void store_box(const CUtensorMap* map, uint32_t from, int x, int y) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(x), "r"(y),
+               "r"(from)
+               : "memory");
+}
+
+__device__ inline void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// d (64, n) = A (64, 32) . B (n, 32)^T [+ d] by a warpgroup. Thread t has rows 16 (t / 32) + t % 32 / 4 and 8 below, of
+// every 8 columns two from 2 (t % 4): d[4 j], d[4 j + 1] of the first row, d[4 j + 2], d[4 j + 3] of the second. A comes
+// from shared memory by a descriptor, or from registers (`load_rows` of each warp's 16 rows).
+#define MH_8(d, i) \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define MH_32(d, i) MH_8(d, i), MH_8(d, i + 8), MH_8(d, i + 16), MH_8(d, i + 24)
+#define MH_SUMS_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, " \
+  "%25, %26, %27, %28, %29, %30, %31"
+#define MH_SUMS_64 MH_SUMS_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
+  "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MH_SUMS_128 MH_SUMS_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
+  "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, " \
+  "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
+  "%123, %124, %125, %126, %127"
+
+// The instruction for each pair of types; `operands` says where A, B and `add` are.
+#define MH_PRODUCT(shape, types, sums, add_at, operands)        \
+  "{\n.reg .pred add;\nsetp.ne.b32 add, " add_at ", 0;\n"       \
+  "wgmma.mma_async.sync.aligned." shape ".f32." types           \
+  " {" sums "}, " operands ", add, 1, 1;\n}\n"
+#define MH_PRODUCTS(types)                                                                                                 \
+  __device__ static inline void run(float (&d)[128], uint64_t a, uint64_t b, bool add) {                                    \
+    asm volatile(MH_PRODUCT("m64n256k32", types, MH_SUMS_128, "%130", "%128, %129")                                        \
+                 : MH_32(d, 0), MH_32(d, 32), MH_32(d, 64), MH_32(d, 96)                                                   \
+                 : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                            \
+  }                                                                                                                        \
+  __device__ static inline void run(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool add) {                         \
+    asm volatile(MH_PRODUCT("m64n128k32", types, MH_SUMS_64, "%69", "{%64, %65, %66, %67}, %68")                           \
+                 : MH_32(d, 0), MH_32(d, 32)                                                                               \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                        \
+  }                                                                                                                        \
+  __device__ static inline void run(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {                         \
+    asm volatile(MH_PRODUCT("m64n64k32", types, MH_SUMS_32, "%37", "{%32, %33, %34, %35}, %36")                            \
+                 : MH_32(d, 0)                                                                                             \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                        \
+  }
+
+template <bool kA5, bool kB5>  // E5M2 instead of E4M3
+struct Product;
+template <>
+struct Product<false, false> {
+  MH_PRODUCTS("e4m3.e4m3")
+};
+template <>
+struct Product<false, true> {
+  MH_PRODUCTS("e4m3.e5m2")
+};
+template <>
+struct Product<true, false> {
+  MH_PRODUCTS("e5m2.e4m3")
+};
+template <>
+struct Product<true, true> {
+  MH_PRODUCTS("e5m2.e5m2")
+};
+
+#undef MH_PRODUCTS
 #undef MH_PRODUCT
+#undef MH_SUMS_128
+#undef MH_SUMS_64
+#undef MH_SUMS_32
+#undef MH_32
 #undef MH_8
 
 }  // namespace mh::gemm
