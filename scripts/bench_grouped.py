@@ -44,7 +44,7 @@ def parse_args() -> argparse.Namespace:
     for name, size in {"experts": 128, "k": 2048, "n": 1536, "tokens": 32768, "repeat": 15}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="(default %(default)s)")
     parser.add_argument("--recipe", nargs="+", default=RECIPES, help="names or paths (default: %(default)s)")
-    parser.add_argument("--gemms", action="store_true", help="the library's grouped GEMMs alone, by accumulation")
+    parser.add_argument("--gemms", action="store_true", help="grouped GEMMs alone: the library's and our own")
     parser.add_argument("--profile", action="store_true", help="device time of one step by kind of kernel")
     parser.add_argument("--json", help="write rows, card, versions and commit here")
     parser.add_argument("--commit", help="what to record as the commit where there is no git checkout")
@@ -199,8 +199,60 @@ def bench(args) -> list[dict]:
     return rows
 
 
+def own_gemms(args) -> list[Subject]:
+    """Our FP8 GEMMs over uneven groups, in CUDA where they are built, and in Triton: by what scales cover."""
+    from megatron_hybrid.gemm import grouped_cuda
+    from megatron_hybrid.ops_triton import grouped_gemm
+
+    E, T, K, N = args.experts, args.tokens, args.k, args.n
+    blocks = grouped_gemm.block_map(
+        torch.tensor(splits_of(T, E), dtype=torch.int32, device=DEVICE), -(-T // grouped_gemm.BLOCK) + E
+    )
+    R = blocks.count * grouped_gemm.BLOCK  # of the contraction in wgrad
+
+    def codes(*shape):
+        return torch.randn(*shape, device=DEVICE).to(torch.float8_e4m3fn)
+
+    def scales(*shape):
+        return torch.rand(*shape, device=DEVICE) + 0.5
+
+    operands = {
+        "fprop": (codes(T, K), codes(E * N, K)), "dgrad": (codes(T, N), codes(E * K, N)), "wgrad": (codes(N, R), codes(K, R)),
+    }  # fmt: skip
+    shapes = {"fprop": (T, N), "dgrad": (T, K), "wgrad": (E, N, K)}
+    outs = {gemm: torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE) for gemm, shape in shapes.items()}
+    by_rows = [
+        ("rows, fast", grouped_cuda.ROW, True, lambda a, b: (scales(len(a)), scales(len(b)))),
+        ("rows, full", grouped_cuda.ROW, False, lambda a, b: (scales(len(a)), scales(len(b)))),
+        ("tiles", grouped_cuda.TILES, False,
+         lambda a, b: (scales(len(a), a.shape[1] // 128), scales(len(b) // 128, a.shape[1] // 128))),
+    ]  # fmt: skip
+    by_columns = [
+        ("rows, full", grouped_cuda.ROW, lambda a, b: (scales(E, len(a)), scales(E, len(b)))),
+        ("blocks", grouped_cuda.BLOCKS, lambda a, b: (scales(R // 128, len(a)), scales(R // 128, len(b)))),
+    ]
+    subjects = []
+
+    def add(where, function, name, gemm, scale, *kind, **options):
+        a, b = operands[gemm]
+        factors = scale(a, b)
+        subjects.append(Subject(
+            f"{where}, {name}: {gemm}",
+            lambda x, dy: function(a, b, *factors, outs[gemm], blocks, *kind, **options),
+        ))  # fmt: skip
+
+    for where, module in [("CUDA", grouped_cuda)] * (grouped_cuda.library() is not None) + [("Triton", grouped_gemm)]:
+        for name, kind, fast, scale in by_rows:
+            for gemm in ("fprop", "dgrad"):
+                add(where, module.multiply_rows, name, gemm, scale, kind, fast=fast)
+        for name, kind, scale in by_columns:
+            add(where, module.multiply_columns, name, "wgrad", scale, kind, fast=False, add=False)
+    return subjects
+
+
 def gemms_alone(args) -> list[dict]:
-    """Device us of the library's three grouped GEMMs, equal groups: bf16, row-scaled FP8 with either accumulation."""
+    """Device us of the library's three grouped GEMMs, equal groups: bf16, row-scaled FP8 with either accumulation; and of
+    our own FP8 ones, uneven groups."""
     E, T, K, N = args.experts, args.tokens // args.experts * args.experts, args.k, args.n
     ends = torch.full((E,), T // E, device=DEVICE).cumsum(0).to(torch.int32)
 
@@ -229,7 +281,7 @@ def gemms_alone(args) -> list[dict]:
             run(q["dyc"], q["xc"].T, s["n"].reshape(-1), s["k"].reshape(-1)),
         )
     subjects = [Subject(f"{name} {gemm}", lambda x, dy, run=run: run()) for name, runs in made.items()
-                for gemm, run in zip(("fprop", "dgrad", "wgrad"), runs)]  # fmt: skip
+                for gemm, run in zip(("fprop", "dgrad", "wgrad"), runs)] + own_gemms(args)  # fmt: skip
     timed(subjects, [(None, None)], 2)
     return [{"what": name, "us": sorted(device)[len(device) // 2], "TFLOP/s": 2 * T * K * N / min(device) / 1e6}
             for name, (device, _) in timed(subjects, [(None, None)], args.repeat).items()]  # fmt: skip

@@ -241,6 +241,7 @@ __device__ void tell_tiles(const Tiles& tiles, Shared at, int thread) {
       barrier_arrive(at.told(t));
     }
     if constexpr (kScaled<kKind>) {
+      barrier_arrive(at.told(t));  // all threads: none may be left behind where tiles have no steps
       for (int k = 0; k < w.steps; ++k, ring.next()) {
         barrier_wait(at.empty(ring.stage), ring.parity ^ 1);
         fetch_scales<kKind>(tiles, w, k, at.scales(ring.stage), thread);
@@ -594,7 +595,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(at.empty(s), kWarps);
     }
     for (int t = 0; t < kTold; ++t) {
-      barrier_init(at.told(t), 1 + (kScaled<kKind> ? 0 : kScaleThreads));
+      barrier_init(at.told(t), 1 + kScaleThreads);
       barrier_init(at.heard(t), kWarps);
     }
     barrier_init(at.staged(), kWarps);
