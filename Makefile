@@ -4,7 +4,8 @@ VENV ?= .venv
 PYTHON ?=
 ARGS ?=
 TESTS ?= tests
-JOBS ?= 0
+# test files at once: one a core, four at most; where there is a GPU, which they share, all in one process
+JOBS ?= $(if $(shell command -v nvidia-smi),0,$(shell n=$$(getconf _NPROCESSORS_ONLN); echo $$((n < 4 ? n : 4))))
 
 ifeq ($(VENV),none)
 RUN = $(or $(PYTHON),python3)
@@ -27,7 +28,7 @@ help:
 	@echo "VENV=none                    use PYTHON (default python3) as it is, download nothing (CONTRIBUTING.md)"
 	@echo "ARGS='...'                   passed on: make demo ARGS='--iterations 100', make test ARGS='-k recipe -x'"
 	@echo "TESTS=tests/unit             which tests"
-	@echo "JOBS=2                       test files at once (default: one after the other, in one process)"
+	@echo "JOBS=2                       test files at once (default: one a core, at most 4; 0, one process, where there is a GPU)"
 
 setup:
 	@VENV='$(VENV)' PYTHON='$(PYTHON)' bash scripts/setup_env.sh
@@ -42,7 +43,7 @@ demo-moe: setup
 	@$(RUN) scripts/demo.py --model configs/models/moe_demo.yaml --recipe nvfp4_rowscaled_fprop_mxfp8_bwd --out runs/demo-moe $(ARGS)
 
 test: setup
-	@$(RUN) -m pytest $(TESTS) -n $(JOBS) --dist loadfile $(ARGS)
+	@OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest $(TESTS) -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 clean:
 	rm -rf runs data/demo build *.egg-info .pytest_cache megatron_hybrid/*.so

@@ -1,6 +1,8 @@
 """GPU test runs are recorded, and a machine without a GPU says when the CUDA kernels are newer than the record.
 
     pytest -m gpu tests/numerics tests/unit/test_tensor_gpu.py --record-gpu docs/measurements/gpu_tests.json
+
+Where several processes share the files (`make test`), those that take longest begin first.
 """
 
 import datetime
@@ -13,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "measurements" / "gpu_tests.json"
 KERNELS = ("csrc/cuda", "csrc/device.h", "csrc/gemm", "csrc/lt", "csrc/numerics")
 OUTCOMES = ("passed", "failed", "error", "skipped")
+SECONDS = Path(__file__).with_name("seconds.json")  # of the files that take longest, on 2 cores
 
 
 def kernel_hash(root: Path = ROOT) -> str:
@@ -35,6 +38,12 @@ def record_warning(record: Path, root: Path = ROOT) -> str | None:
     if run["failed"] or run["error"]:
         return f"the GPU tests failed when they last ran ({run['date']}, {run['card']})"
     return None
+
+
+def pytest_collection_modifyitems(config, items):
+    if hasattr(config, "workerinput"):  # xdist's
+        seconds = json.loads(SECONDS.read_text())
+        items.sort(key=lambda item: -seconds.get(item.path.relative_to(ROOT).as_posix(), 0))
 
 
 def pytest_addoption(parser):

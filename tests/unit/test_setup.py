@@ -1,5 +1,6 @@
 """The set-up scripts, without installing anything: which Python is taken, what is said when there is none."""
 
+import json
 import os
 import re
 import subprocess
@@ -108,3 +109,7 @@ def test_what_is_tested_is_what_is_pinned():
 def test_ci_runs_the_readmes_test_command():
     assert "make test" in (ROOT / ".ci" / "run").read_text()
     assert "make test" in (ROOT / "README.md").read_text()
+
+
+def test_the_files_that_begin_first_are_there():
+    assert all((ROOT / name).is_file() for name in json.loads((ROOT / "tests" / "seconds.json").read_text()))
