@@ -1,11 +1,14 @@
 """Host time of a linear's forward and backward against `torch.nn.Linear`'s in the same run (goal P9).
 
-    python scripts/bench_host.py [--device cuda] [--tokens 16 --features 1024] [--python] [--json OUT]
+    python scripts/bench_host.py [--device cuda] [--tokens 16 --features 1024] [--python] [--tensor-parallel] [--json OUT]
 
 The device waits for the host at this size, so that wall time is host time; every round times each linear once, in turn,
 with the backward in autograd's own thread, as torch has it for CUDA tensors, and in the calling one
 (`torch.autograd.set_multithreading_enabled(False)`). "by Python": the same linear without the C++ node (`--python`).
 On the CPU the kernels' time is in it too, and GEMMs are emulated: only what Python and torch's dispatch cost is alike.
+--tensor-parallel: Megatron's tensor-parallel linears against its own in bf16, with a stand-in for the other rank
+(bench_host_tp.py), the weight cast before or, as in a step's first microbatch, in every call. With NCCL between GPUs:
+bench_tp.py.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import argparse
 import itertools
 import time
 
+import bench_host_tp
 import torch
 from bench_common import median, write_result
 from bench_linear import load_recipe
@@ -45,11 +49,11 @@ def step(layer, x, dy) -> None:
     layer(x).backward(dy)
 
 
-def host_us(found: dict, args) -> dict[tuple[str, bool], float]:
-    """Microseconds of (linear, whether its backward runs in autograd's thread)."""
+def host_us(found: dict, shapes: tuple, args, of_rounds=median) -> dict[tuple[str, bool], float]:
+    """Microseconds of (linear, whether its backward runs in autograd's thread). shapes: of x and of y."""
     wait = torch.cuda.synchronize if args.device == "cuda" else lambda: None
     g = torch.Generator().manual_seed(0)
-    x, dy = (torch.randn(args.tokens, args.features, generator=g).to(args.device, torch.bfloat16) for _ in range(2))
+    x, dy = (torch.randn(*shape, generator=g).to(args.device, torch.bfloat16) for shape in shapes)
     x.requires_grad_()
     times = {(name, threads): [] for threads in (True, False) for name in found}
     for r in range(args.rounds + 3):
@@ -62,7 +66,27 @@ def host_us(found: dict, args) -> dict[tuple[str, bool], float]:
                 wait()
             if r >= 3:
                 seen.append((time.perf_counter() - start) / args.calls * 1e6)
-    return {subject: median(t) for subject, t in times.items()}
+    return {subject: of_rounds(t) for subject, t in times.items()}
+
+
+def rows_of(found: dict, shapes: tuple, args, baseline: str, of_rounds=median, **what) -> list[dict]:
+    """A result a linear and thread, with its time over that of `baseline`."""
+    us = host_us(found, shapes, args, of_rounds)
+    return [
+        {**what, "what": name, "autograd_thread": threads, "us": t, "over_torch": t / us[baseline, threads]}
+        for (name, threads), t in us.items()
+    ]
+
+
+def tensor_parallel_rows(args) -> list[dict]:
+    """The least of the rounds: what else the machine does only adds."""
+    rows = []
+    with bench_host_tp.stand_in(args.device):
+        for kind in bench_host_tp.KINDS:
+            found = bench_host_tp.linears(kind, args)
+            shapes = bench_host_tp.shapes(kind, args)
+            rows += rows_of(found, shapes, args, bench_host_tp.MEGATRON, min, kind=kind)
+    return rows
 
 
 def main() -> None:
@@ -72,21 +96,23 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=1024)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
     parser.add_argument("--python", action="store_true", help="compare with Python's functions")
+    parser.add_argument("--tensor-parallel", action="store_true", help="of two ranks, one of which is a stand-in")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--calls", type=int, default=50)
     parser.add_argument("--commit", help="recorded in place of git's")
     parser.add_argument("--json", help="write rows, machine, versions and commit here")
     args = parser.parse_args()
-    us = host_us(layers(args), args)
-    rows = [
-        {"what": name, "autograd_thread": threads, "us": t, "over_torch": t / us["torch", threads]}
-        for (name, threads), t in us.items()
-    ]
+    if args.tensor_parallel:
+        rows = tensor_parallel_rows(args)
+    else:
+        rows = rows_of(layers(args), ((args.tokens, args.features),) * 2, args, "torch")
     cells = tuple(
-        (r["what"], "autograd's" if r["autograd_thread"] else "caller's", f"{r['us']:.0f}", f"{r['over_torch']:.2f}")
+        (f"{r.get('kind', '')} {r['what']}".strip(), "autograd's" if r["autograd_thread"] else "caller's", f"{r['us']:.0f}",
+         f"{r['over_torch']:.2f}")
         for r in rows
-    )
-    print(Table(("linear", "backward's thread", "us", "x torch"), cells, (f"{args.device}, {args.tokens} x {args.features}",)))
+    )  # fmt: skip
+    against = "x Megatron's" if args.tensor_parallel else "x torch"
+    print(Table(("linear", "backward's thread", "us", against), cells, (f"{args.device}, {args.tokens} x {args.features}",)))
     write_result(args.json, rows, device=args.device, tokens=args.tokens, features=args.features, commit=args.commit)
 
 
