@@ -288,7 +288,7 @@ PYBIND11_MODULE(MH_MODULE, m) {
         py::arg("amax"), py::arg("fixed_scale"), py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"),
         py::arg(kWhereArg));
   m.attr("PANEL_ROWS") = mh::kPanelRows;
-  static const mh::Casts casts{&backend::quantize, &backend::dequantize, &backend::outer_scale};
+  static const mh::Casts casts{&backend::amax, &backend::quantize, &backend::dequantize, &backend::outer_scale};
   m.attr("INTERFACE") = mh::kInterface;
   m.attr("CASTS") = py::capsule(&casts, mh::kCastsCapsule);
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),

@@ -4,6 +4,6 @@
 
 namespace mh {
 
-constexpr int kInterface = 3;
+constexpr int kInterface = 4;
 
 }  // namespace mh

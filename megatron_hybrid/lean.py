@@ -131,10 +131,13 @@ class LeanCasts:
         self.stateful = any(f.is_stateful for q in plan.quantizers.values() for f in q.formats())
         self.node = self._node(plan) if node.serves(plan.device.type) else None
 
-    def _node(self, plan) -> node.NodePlan:
+    def _node(self, plan) -> node.NodePlan | None:
+        shards = None if plan.sharding is None else node.shards_of(plan)
+        if plan.sharding is not None and shards is None:
+            return None
         casts = self.input, self.weight, self.grad_output
         steps = tuple(plan.steps().values())
-        return node.NodePlan(casts, steps, (self.keeps_input, self.keeps_weight), self.sums, plan.device.type)
+        return node.NodePlan(casts, steps, (self.keeps_input, self.keeps_weight), self.sums, plan.device.type, shards)
 
     def has_states(self, states) -> bool:
         """Whether what these casts scale by history is there."""
@@ -155,6 +158,8 @@ class LeanCasts:
 
     def cast_weight(self, weight, columnwise: bool, call, states):
         """(rowwise, columnwise) payloads of a call's weight, from its cache where there is one."""
+        if call.plan.sharding is not None:
+            return call.quantize("weight", weight, rowwise=True, columnwise=columnwise)
         if call.weight_cache is None:
             return self.weight(weight, True, columnwise, states)
 
@@ -186,20 +191,22 @@ def casts_lean(x, plan, states) -> bool:
 
 
 def runs_lean(x, weight, call) -> bool:
-    """Whether `LeanLinear` can run a call."""
+    """Whether `LeanLinear` can run a call, or, of several ranks, the C++ node might."""
     lean = call.plan.lean
     return (
-        lean is not None and call.plan.sharding is None and type(x) in _PLAIN and type(weight) in _PLAIN
+        lean is not None and (call.plan.sharding is None or lean.node is not None)
+        and type(x) in _PLAIN and type(weight) in _PLAIN
         and x.dtype in kernels.SOURCE_CODES and weight.dtype in kernels.SOURCE_CODES and x.dim() > 0
         and torch.is_grad_enabled() and x.device == weight.device and lean.has_states(call.state)
     )  # fmt: skip
 
 
-def lean_linear(x, weight, bias, call) -> torch.Tensor:
-    """`linear.hybrid_linear` of a call that `runs_lean`: by the C++ node where it is there and can."""
+def lean_linear(x, weight, bias, call) -> torch.Tensor | None:
+    """`linear.hybrid_linear` of a call that `runs_lean`: by the C++ node where it is there and can. None for one of several
+    ranks that it cannot run: linear.py is what is left."""
     run = call.plan.lean.node
     y = None if run is None else run(x, weight, bias, call)
-    return LeanLinear.apply(x, weight, bias, call) if y is None else y
+    return LeanLinear.apply(x, weight, bias, call) if y is None and call.plan.sharding is None else y
 
 
 class LeanLinear(torch.autograd.Function):
@@ -266,8 +273,9 @@ def takes_payloads(x) -> bool:
     """Whether the gradient of `x`, which nothing else reads, can be a `HybridTensor` of the payloads that the linear which
     made `x` casts it to: its backward is the next and takes no sums of it."""
     made_by = x.grad_fn
-    looked_at = x._backward_hooks or x.retains_grad
-    return type(made_by) in _backward_types() and not made_by.needs_input_grad[2] and not looked_at
+    if type(made_by) not in _backward_types() or x._backward_hooks or x.retains_grad:
+        return False
+    return not made_by.needs_input_grad[2] and made_by.call.plan.sharding is None
 
 
 @functools.lru_cache(maxsize=None)

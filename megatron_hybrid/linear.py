@@ -37,6 +37,7 @@ class Communication:
     """
 
     rank, size = 0, 1
+    in_node = None  # what csrc/node makes of it, where the C++ node can speak to these ranks
 
     def start_max(self, amaxes: list[torch.Tensor]):
         """Start taking the maximum of each amax over the ranks, in one collective."""
@@ -179,30 +180,37 @@ class HybridLinearFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        call, weight, needs = ctx.call, ctx.weight, ctx.needs_input_grad
-        x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
-        dx, dw, db = None, None, None
-        wanted = dict(rowwise=needs[0], columnwise=needs[1])
-        amax = call.start_amaxes(GRAD_OUTPUT, dy, *wanted.values())
-        get_x = None
-        if needs[1] and call.plan.gathered == INPUT:
-            # before dgrad, which it overlaps; the reduction of dgrad's result comes after it and overlaps wgrad
-            get_x = start_input_column(call, x_kept)
-        if call.plan.gathered == GRAD_OUTPUT:
-            get_dy_row, get_dy_col = start_grad_output(call, dy, **wanted, amax=amax)
-        else:
-            dy_row, dy_col = call.cast(GRAD_OUTPUT, dy, **wanted, amax=amax)
-            get_dy_row, get_dy_col = (lambda: dy_row), (lambda: dy_col)
-        if needs[0]:
-            finish_dx = call.comm.reduce_dgrad(dgrad(call, get_dy_row(), w_kept, ctx.dtype))
-        if needs[1]:
-            x_kept = x_kept if get_x is None else get_x()
-            dw = weight_gradient(call, get_dy_col(), x_kept, weight)
-        if needs[2]:
-            db = bias_gradient(call.plan, as_matrix(dy))
-        if needs[0]:
-            dx = finish_dx().view(ctx.shape)
-        return dx, dw, db, None
+        kept = ctx.unpack(ctx.saved_tensors)
+        return *gradients(ctx.call, ctx.needs_input_grad, *kept, dy, ctx.weight, ctx.dtype, ctx.shape), None
+
+
+def gradients(call: LinearCall, needs, x_kept, w_kept, dy, weight, dtype, shape):
+    """(dx, dw, db), None where `needs` has it that nobody asks.
+
+    x_kept, w_kept: what `forward` kept; dtype, shape: of the input.
+    """
+    dx, dw, db = None, None, None
+    wanted = dict(rowwise=needs[0], columnwise=needs[1])
+    amax = call.start_amaxes(GRAD_OUTPUT, dy, *wanted.values())
+    get_x = None
+    if needs[1] and call.plan.gathered == INPUT:
+        # before dgrad, which it overlaps; the reduction of dgrad's result comes after it and overlaps wgrad
+        get_x = start_input_column(call, x_kept)
+    if call.plan.gathered == GRAD_OUTPUT:
+        get_dy_row, get_dy_col = start_grad_output(call, dy, **wanted, amax=amax)
+    else:
+        dy_row, dy_col = call.cast(GRAD_OUTPUT, dy, **wanted, amax=amax)
+        get_dy_row, get_dy_col = (lambda: dy_row), (lambda: dy_col)
+    if needs[0]:
+        finish_dx = call.comm.reduce_dgrad(dgrad(call, get_dy_row(), w_kept, dtype))
+    if needs[1]:
+        x_kept = x_kept if get_x is None else get_x()
+        dw = weight_gradient(call, get_dy_col(), x_kept, weight)
+    if needs[2]:
+        db = bias_gradient(call.plan, as_matrix(dy))
+    if needs[0]:
+        dx = finish_dx().view(shape)
+    return dx, dw, db
 
 
 def forward(x, weight, bias, call: LinearCall, *, keep_input: bool, keep_weight: bool):
@@ -302,7 +310,9 @@ def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
     into `main_grad` stay opaque operators. Compiled code neither uses the weight cache nor counts in `plan.calls`.
     """
     if not kernels.traced(x) and runs_lean(x, weight, call):
-        return lean_linear(x, weight, bias, call)
+        y = lean_linear(x, weight, bias, call)
+        if y is not None:
+            return y
     if not torch.is_grad_enabled():
         return forward(x, weight, bias, call, keep_input=False, keep_weight=False)[0]
     return HybridLinearFunction.apply(x, weight, bias, call)

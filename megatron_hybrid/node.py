@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import sys
 
 import torch
 
 from . import kernels
-from .formats import DIRECTIONS
+from .formats import COLUMNWISE, DIRECTIONS
 from .gemm import cublaslt
 from .gemm.backend import OPERANDS
 from .gemm.scaled_mm import BLOCK, ROW, TENSOR, TILE
 from .quantizer import as_matrix
 from .saved import main_grad, placeholder_gradient  # noqa: F401  which the node calls
+from .sharding import AS_IS, PAYLOAD, ROW_PAYLOAD, ROWS, block_along
 from .storage import QuantizedStorage
 from .storage_layout import relayout
 from .tensor import HybridTensor
 
-_INTERFACE = 3  # csrc/interface.h
+_INTERFACE = 4  # csrc/interface.h
 _KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
 _NO_TYPES, _NO_MODES = {torch.bfloat16: 0, torch.float32: 0}, {"none": 0}  # of a plan that does not ask cuBLASLt
 
@@ -57,9 +59,10 @@ def serves(device_type: str) -> bool:
 class NodePlan:
     """A plan as the node reads it. Calling it with (x, weight, bias, call) gives y, or None for a call that is lean.py's."""
 
-    def __init__(self, casts: tuple, steps: tuple, keeps: tuple[bool, bool], sums: bool, device_type: str):
-        """casts: an `OperandCast` an operand. steps: a `GemmStep` a gemm. keeps: whether columns of input and weight are."""
-        self._made_of = casts, steps, keeps, sums, device_type
+    def __init__(self, casts: tuple, steps: tuple, keeps: tuple[bool, bool], sums: bool, device_type: str, shards=None):
+        """casts: an `OperandCast` an operand. steps: a `GemmStep` a gemm. keeps: whether columns of input and weight are.
+        shards: of a plan of several ranks, what `shards_of` says."""
+        self._made_of = casts, steps, keeps, sums, device_type, shards
         direct = any(_asks_cublaslt(step) for step in steps) and cublaslt.library() is not None
         types, modes = cublaslt.codes() if direct else (_NO_TYPES, _NO_MODES)
         self.run = library().Plan(
@@ -68,6 +71,7 @@ class NodePlan:
             bf16=types[torch.bfloat16], fp32=types[torch.float32], no_scale=modes["none"],
             casts=kernels.extension(device_type).CASTS, matmul=cublaslt.library().MATMUL if direct else None,
             workspace_bytes=cublaslt.WORKSPACE, python=sys.modules[__name__],
+            sharding=None if shards is None else library().Sharding(**shards),
         )  # fmt: skip
 
     def __reduce__(self):
@@ -75,6 +79,25 @@ class NodePlan:
 
     def __call__(self, x, weight, bias, call):
         return self.run(x, weight, bias, call)
+
+
+def shards_of(plan) -> dict | None:
+    """How ranks split a plan's operands, as the node reads it; None where it cannot run such a plan."""
+    sharding, quantizers = plan.sharding, plan.quantizers
+    reduced = [plan.reduced.get(operand, (False, False)) for operand in quantizers]
+    amaxes = dict(reduced=reduced, same_amax=[q.has_one_amax for q in quantizers.values()])
+    for (operand, quantizer), both in zip(quantizers.items(), reduced):
+        kept = any(fmt.keeps_amax for fmt, over_ranks in zip(quantizer.formats(), both) if over_ranks)
+        if kept or (both[1] and plan.saved.get(operand, COLUMNWISE) != COLUMNWISE):
+            return None
+    if sharding.gathered is None:
+        return dict(gathered=-1, ways=[PAYLOAD] * 2, unit=1, **amaxes)
+    formats = quantizers[sharding.gathered].formats()
+    unit = math.lcm(*(block_along(fmt, d, ROWS) * (2 if fmt.bits == 4 else 1) for fmt, d in zip(formats, DIRECTIONS)))
+    ways = [plan.gather(direction, unit) for direction in DIRECTIONS]
+    if not {PAYLOAD, ROW_PAYLOAD, AS_IS}.issuperset(ways):
+        return None
+    return dict(gathered=list(quantizers).index(sharding.gathered), ways=ways, unit=unit, **amaxes)
 
 
 def _side(side):
@@ -135,12 +158,22 @@ def has_memory(dy: torch.Tensor) -> bool:
 
 
 def gradients(call, needs: tuple, x, w, dy: torch.Tensor, weight: torch.Tensor, dtype: torch.dtype, shape: tuple) -> tuple:
-    """`lean.gradients`, where dy has no memory or a graph is made of operators. x, w: payloads of the node, tensors or None."""
-    from .lean import gradients as by_operators
+    """Those of Python's linear, where dy has no memory or a graph is made of operators. x, w: payloads of the node, tensors
+    or None."""
+    from . import lean, linear
+
+    by_operators = lean.gradients if call.plan.sharding is None else linear.gradients
+    casts = call.plan.lean
+    kept = (cast.col.payload(*k) if isinstance(k, tuple) else k for cast, k in ((casts.input, x), (casts.weight, w)))
+    return by_operators(call, needs, *kept, dy, weight, dtype, shape)
+
+
+def column_of(call, row: tuple):
+    """The columnwise payload of a whole gradient that holds the codes of its rowwise one."""
+    from .gather import column_of
 
     lean = call.plan.lean
-    kept = (cast.col.payload(*k) if isinstance(k, tuple) else k for cast, k in ((lean.input, x), (lean.weight, w)))
-    return by_operators(call, needs, *kept, dy, weight, dtype, shape)
+    return _parts(column_of(call, lean.grad_output.row.payload(*row)), lean.grad_output.col)
 
 
 def payloads_of(call, dy: torch.Tensor, rowwise: bool, columnwise: bool):

@@ -82,11 +82,13 @@ class HybridQuantizer:
     def outer_amaxes(self, x: torch.Tensor, rowwise: bool, columnwise: bool):
         """`amax` of a matrix (M, K) for the directions asked for; one kernel where both are the same number."""
         row = self._amax(x, self.rowwise, ROWWISE) if rowwise else None
-        if columnwise and row is not None and self._same_amax():
+        if columnwise and row is not None and self.has_one_amax:
             return row, row
         return row, self._amax(x, self.columnwise, COLUMNWISE) if columnwise else None
 
-    def _same_amax(self) -> bool:
+    @property
+    def has_one_amax(self) -> bool:
+        """Whether the outer amax of both directions is the same number."""
         row, col = self.formats()
         plain = not (row.rht or col.rht or self.derives_columnwise)
         return plain and row.family == col.family and row.outer_axis == col.outer_axis == "tensor"

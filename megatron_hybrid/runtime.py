@@ -6,6 +6,7 @@ plain tensors (`<module>.hq.input_rowwise_scale`, `..._history`); recipes withou
 
 from __future__ import annotations
 
+import operator
 from bisect import bisect_right
 from dataclasses import replace
 
@@ -47,6 +48,7 @@ class LinearRuntime(torch.nn.Module):
         self.profile = None  # an `observe.profile.StepProfile` in the step that is profiled on the CPU
         self.ranks: Communication | None = None  # over which a quantized weight's and experts' amaxes are reduced
         self.index_maps: dict[str, tuple[int, int, int] | Pieces] = {}  # operand -> where a shard lies in the whole
+        self._call_states: dict[bool, tuple] = {}  # whether amaxes are recorded -> (buffers, `LinearCall.state` of them)
         self._plans: dict[torch.device, GemmPlan] = {}
         self._forward_plan: GemmPlan | None = None  # of the last forward outside backward since the last step's end
         self._superseded: list[tuple[int, dict]] = []  # (when, plans until then) of changes after a forward of this step
@@ -290,12 +292,19 @@ class LinearRuntime(torch.nn.Module):
                 maps = {**maps, plan.gathered: shifted(maps[plan.gathered], comm.rank * rows)}
             rng = {op: self.keys.rng(self.role, op, device, maps.get(op)) for op in OPERANDS}
         if self._buffers:
-            record = training and torch.is_grad_enabled()
-            state = {op: tuple(self._state(f"{op}_{d}", record) for d in DIRECTIONS) for op in OPERANDS}
+            state = self._states_of_call(training and torch.is_grad_enabled())
         if not torch.compiler.is_compiling():
             for watcher in (self.observer, self.nan_check, self.profile):
                 plan = plan if watcher is None else watcher.watch(plan)
         return LinearCall(plan, comm, rng, state, self.weight_cache, whole, training and torch.is_grad_enabled())
+
+    def _states_of_call(self, record: bool) -> dict:
+        """operand -> (rowwise, columnwise) `DelayedState`, made anew only once a buffer is another tensor."""
+        known, buffers = self._call_states.get(record), tuple(self._buffers.values())
+        if known is None or not _same(known[0], buffers):
+            state = {op: tuple(self._state(f"{op}_{d}", record) for d in DIRECTIONS) for op in OPERANDS}
+            self._call_states[record] = known = buffers, state
+        return known[1]
 
     def _check_recompute(self, device: torch.device, plan: GemmPlan) -> None:
         """A forward inside backward is activation recomputation: its plan must be its forward's.
@@ -325,6 +334,11 @@ class LinearRuntime(torch.nn.Module):
             return self._forward_plan or plan
         made = node._sequence_nr()
         return next((plans.get(device, plan) for when, plans in self._superseded if made < when), plan)
+
+
+def _same(some: tuple, others: tuple) -> bool:
+    """Whether these are the same objects."""
+    return len(some) == len(others) and all(map(operator.is_, some, others))
 
 
 def _maps_to(fmt):

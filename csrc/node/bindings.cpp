@@ -3,7 +3,9 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
 
+#include <algorithm>
 #include <map>
+#include <optional>
 #include <typeinfo>
 
 #include "../interface.h"
@@ -83,10 +85,37 @@ Product make_product(const std::string& route, const std::string& backend, const
 
 std::shared_ptr<Plan> make_plan(const std::array<std::array<Side, 2>, 3>& sides, const std::array<Product, 3>& products,
                                 bool keeps_input, bool keeps_weight, bool sums, int bf16, int fp32, int no_scale,
-                                const py::capsule& casts, const py::object& matmul, int64_t workspace_bytes, py::handle python) {
+                                const py::capsule& casts, const py::object& matmul, int64_t workspace_bytes, py::handle python,
+                                const std::optional<Sharding>& sharding) {
   const auto* table = matmul.is_none() ? nullptr : matmul.cast<py::capsule>().get_pointer<const Matmul>();
   return std::make_shared<Plan>(Plan{sides, products, keeps_input, keeps_weight, sums, bf16, fp32, no_scale,
-                                     casts.get_pointer<const Casts>(), table, workspace_bytes, hold(python)});
+                                     casts.get_pointer<const Casts>(), table, workspace_bytes, hold(python),
+                                     sharding.value_or(Sharding{})});
+}
+
+Sharding make_sharding(int gathered, const std::array<std::string, 2>& ways, int64_t unit,
+                       const std::array<std::array<bool, 2>, 3>& reduced, const std::array<bool, 3>& same_amax) {
+  Sharding made{true, gathered, {}, unit, reduced, same_amax};
+  const auto end = std::end(kWays);
+  for (int d = 0; gathered >= 0 && d < 2; ++d) {
+    const auto found = std::find(std::begin(kWays), end, ways[d]);
+    TORCH_CHECK(found != end, "no way of a gather that the node knows: ", ways[d]);
+    made.ways[d] = static_cast<Way>(found - std::begin(kWays));
+  }
+  return made;
+}
+
+std::shared_ptr<Ranks> make_ranks(py::handle group, int64_t size, bool coalesces, const std::string& output,
+                                  const std::string& dgrad) {
+  const std::map<std::string, Sum> sums{{"none", Sum::none}, {"all", Sum::all}, {"scatter", Sum::scatter}};
+  auto* found = group.cast<c10d::ProcessGroup*>();
+  const auto held = c10::intrusive_ptr<c10d::ProcessGroup>::unsafe_reclaim_from_nonowning(found);
+  const auto without_gil = [](Ranks* ranks) {  // the group's threads may want it before they end
+    if (!PyGILState_Check()) return delete ranks;
+    py::gil_scoped_release no_gil;
+    delete ranks;
+  };
+  return {new Ranks{held, size, coalesces, sums.at(output), sums.at(dgrad)}, without_gil};
 }
 
 }  // namespace
@@ -105,10 +134,16 @@ PYBIND11_MODULE(_C_node, m) {
            py::arg("in_bf16") = std::array<std::array<bool, 3>, 2>{}, py::arg("kinds") = std::array<int, 2>{},
            py::arg("types") = std::array<int, 2>{}, py::arg("modes") = std::array<int, 2>{}, py::arg("rows_a") = 1,
            py::arg("fast") = false);
+  py::class_<Sharding>(m, "Sharding", py::module_local())
+      .def(py::init(&make_sharding), py::kw_only(), py::arg("gathered"), py::arg("ways"), py::arg("unit"), py::arg("reduced"),
+           py::arg("same_amax"));
+  py::class_<Ranks, std::shared_ptr<Ranks>>(m, "Ranks", py::module_local())
+      .def(py::init(&make_ranks), py::kw_only(), py::arg("group"), py::arg("size"), py::arg("coalesces"), py::arg("output"),
+           py::arg("dgrad"));
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", py::module_local())
       .def(py::init(&make_plan), py::kw_only(), py::arg("sides"), py::arg("products"), py::arg("keeps_input"),
            py::arg("keeps_weight"), py::arg("sums"), py::arg("bf16"), py::arg("fp32"), py::arg("no_scale"),
-           py::arg("casts"), py::arg("matmul"), py::arg("workspace_bytes"), py::arg("python"))
+           py::arg("casts"), py::arg("matmul"), py::arg("workspace_bytes"), py::arg("python"), py::arg("sharding"))
       .def("__call__", &linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("call"));
   m.attr("INTERFACE") = mh::kInterface;
   m.attr("LinearBackward") = node_type();

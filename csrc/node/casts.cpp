@@ -16,12 +16,15 @@ Tensor bytes_beside(const Tensor& x, int64_t size) {
 }
 
 // One direction of a cast: memory for it, and what the kernels are told. temporary: room for an amax that is not kept.
-QuantizeArgs arguments(const Matrix& x, Payload& out, const State& state, uint8_t* temporary, int32_t* scratch) {
+QuantizeArgs arguments(const Matrix& x, Payload& out, const State& state, const Tensor& known, uint8_t* temporary,
+                       int32_t* scratch) {
   const Side& side = *out.side;
   float *amax = nullptr, *measured = nullptr;
   if (side.stateful) {
     amax = state.scale.data_ptr<float>();
     measured = state.history.defined() ? state.history.data_ptr<float>() : nullptr;
+  } else if (known.defined()) {
+    amax = known.data_ptr<float>();
   } else if (side.measures()) {
     amax = measured = side.keeps_amax() ? out.outer() : reinterpret_cast<float*>(temporary);
   }
@@ -64,7 +67,7 @@ Tensor sum_parts(const Tensor& x) {
 }
 
 Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const States& states,
-          const Tensor& sums) {
+          const Tensor& sums, const Amaxes& known) {
   const bool wanted[] = {rowwise, columnwise};
   Pair made;
   int64_t needed[3] = {};  // bytes that live until the cast has run: amaxes of both directions, working memory of the row's
@@ -75,7 +78,7 @@ Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool
     made[d] = unwritten(side, x);
     if (!side.quantized) continue;
     casts = true;
-    const bool measures = side.measures() && !side.stateful;
+    const bool measures = side.measures() && !side.stateful && !known[d].defined();
     if (measures && !side.keeps_amax()) needed[d] = aligned(made[d].amaxes() * 4);
     if (measures && d == 0 && side.spec.outer_rows && x.is_cuda()) needed[2] = num_panels(x.size(0)) * 4;
   }
@@ -90,7 +93,8 @@ Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool
   for (int d = 0; d < 2; ++d) {
     if (!wanted[d] || !made[d].side->quantized) continue;
     auto* scratch = d == 0 && needed[2] ? reinterpret_cast<int32_t*>(temporary + needed[0] + needed[1]) : nullptr;
-    (d ? args.col : args.row) = arguments(matrix, made[d], states[operand][d], temporary + (d ? needed[0] : 0), scratch);
+    uint8_t* own = temporary + (d ? needed[0] : 0);
+    (d ? args.col : args.row) = arguments(matrix, made[d], states[operand][d], known[d], own, scratch);
     (d ? args.has_col : args.has_row) = true;
   }
   plan.casts->quantize(args, where(x.device()));

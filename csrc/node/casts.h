@@ -20,8 +20,11 @@ Where where(const at::Device& device);
 // FP32 memory for the sums over M that a cast of x (M, K) can take on its way.
 Tensor sum_parts(const Tensor& x);
 
-// `OperandCast` of lean.py, x (M, K). sums: undefined, or `sum_parts`.
+// FP32 amaxes by direction; undefined: the cast finds it.
+using Amaxes = std::array<Tensor, 2>;
+
+// `OperandCast` of lean.py, x (M, K). sums: undefined, or `sum_parts`. known: not of formats that keep their amax.
 Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const States& states,
-          const Tensor& sums = {});
+          const Tensor& sums = {}, const Amaxes& known = {});
 
 }  // namespace mh::node

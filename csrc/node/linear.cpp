@@ -22,11 +22,47 @@ Tensor LinearNode::run(Gemm gemm, const Payload& a, const Payload& b, ScalarType
   return multiply(*plan, gemm, a, b, dtype, total);
 }
 
+// The rowwise payload of this rank's x (..., K), on its way to the others where it is gathered: `whole`. Keeps the column.
+Payload LinearNode::cast_input(const Tensor& x, bool column, Gathered& whole) {
+  const Tensor x2d = as_matrix(x);
+  Looked looked;
+  if (plan->sharding.reduces(kInput)) looked = Looked(*plan, *ranks, kInput, x2d, true, column);
+  auto [row, col] = cast(*plan, kInput, x2d, true, column, states, {}, looked.finish());
+  if (column) x_col = std::move(col);
+  if (plan->sharding.gathers(kInput)) whole = Gathered(*ranks, row);
+  return row;
+}
+
 // Payloads of the gradient; `sums` gets its sums over M where the cast takes them. One that was cast before brings its own.
-Pair LinearNode::cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& sums) const {
+Pair LinearNode::cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& sums, Looked& looked) const {
   if (dy.key_set().has(c10::DispatchKey::Python)) return payloads_of(*plan, call, dy, needs[0], needs[1]);
   if (needs[2] && plan->sums && dy.is_cuda()) sums = sum_parts(dy2d);
-  return cast(*plan, kGradOutput, dy2d, needs[0], needs[1], states, sums);
+  const Sharding& sharding = plan->sharding;
+  // a column that is made of the row which all ranks put together is not cast
+  const bool column = needs[1] && !(sharding.gathers(kGradOutput) && sharding.ways[1] == Way::row_payload);
+  return cast(*plan, kGradOutput, dy2d, needs[0], column, states, sums, looked.finish());
+}
+
+// The whole gradient from this rank's rows. The row comes first, and the column travels while dgrad runs: `column`.
+Pair LinearNode::gather_grad_output(const Pair& own, Gathered& column) const {
+  const auto& ways = plan->sharding.ways;
+  const bool one_tensor = ways[0] == Way::as_is && ways[1] == Way::as_is;
+  Gathered row(*ranks, own[0]);
+  if (needs[1] && ways[1] != Way::row_payload && !one_tensor) column = Gathered(*ranks, own[1]);
+  Pair whole{row.finish(), Payload()};
+  if (!needs[1] || column.started()) return whole;
+  if (ways[1] == Way::row_payload) {
+    whole[1] = column_of(*plan, call, whole[0]);
+  } else {
+    whole[1] = whole[0], whole[1].side = &plan->sides[kGradOutput][1];
+  }
+  return whole;
+}
+
+// The columnwise payload of this rank's input.
+Payload LinearNode::input_column() {
+  if (plan->keeps_input) return x_col;
+  return cast(*plan, kInput, as_matrix(x_kept.unpack()), false, true, states)[1];
 }
 
 // Counts this backward's GEMMs; whether the weight says where its gradient goes (saved.py).
@@ -34,6 +70,9 @@ bool LinearNode::look_at_weight() const {
   py::gil_scoped_acquire gil;
   for (const Gemm gemm : {kDgrad, kWgrad})
     if (needs[gemm - kDgrad] && plan->products[gemm].route != Route::python) count(held(call), *plan, gemm);
+  const Sharding& sharding = plan->sharding;
+  if (needs[1] && sharding.several && sharding.gathered >= 0) count_gather(held(call), *plan, 1);
+  if (sharding.gathers(kGradOutput)) count_gather(held(call), *plan, 0);
   if (!needs[1]) return false;
   const py::object w = wrap(weight);
   return py::hasattr(w, "main_grad") || py::hasattr(w, "take_main_grad");
@@ -77,20 +116,29 @@ variable_list LinearNode::backward(const Tensor& dy) {
   const Tensor dy2d = as_matrix(dy);
   const bool told = look_at_weight();
   Tensor dx, dw, db, sums;
-  const auto [dy_row, dy_col] = cast_grad_output(dy, dy2d, sums);
+  Gathered x_coming, dy_coming;
+  Summed dx_coming;
+  Looked looked;
+  if (plan->sharding.reduces(kGradOutput)) looked = Looked(*plan, *ranks, kGradOutput, dy2d, needs[0], needs[1]);
+  if (needs[1] && plan->sharding.gathers(kInput)) x_coming = Gathered(*ranks, input_column());
+  Pair both = cast_grad_output(dy, dy2d, sums, looked);
+  if (plan->sharding.gathers(kGradOutput)) both = gather_grad_output(both, dy_coming);
+  auto& [dy_row, dy_col] = both;
   if (needs[0]) {
     if (!plan->keeps_weight) w_col = cast(*plan, kWeight, w_kept.unpack(), false, true, states)[1];
-    dx = run(kDgrad, dy_row, w_col, dtype).view(shape);
+    dx = run(kDgrad, dy_row, w_col, dtype);
     if (!plan->keeps_weight) w_col = {};
+    if (ranks) dx_coming = Summed(*ranks, ranks->dgrad, dx);
   }
   if (needs[1]) {
-    if (!plan->keeps_input) x_col = cast(*plan, kInput, as_matrix(x_kept.unpack()), false, true, states)[1];
+    if (dy_coming.started()) dy_col = dy_coming.finish();
+    const Payload x_column = x_coming.started() ? x_coming.finish() : input_column();
     const Tensor total = told ? main_grad(*plan, weight) : Tensor();
-    dw = run(kWgrad, dy_col, x_col, weight.scalar_type(), total);
-    if (!plan->keeps_input) x_col = {};
+    dw = run(kWgrad, dy_col, x_column, weight.scalar_type(), total);
     if (total.defined()) dw = placeholder_gradient(*plan, weight);
   }
   if (needs[2]) db = sums.defined() ? sums.sum(0).to(dy.scalar_type()) : dy2d.sum(0);
+  if (needs[0]) dx = (ranks ? dx_coming.finish() : dx).view(shape);
   return {dx, dw, db};
 }
 
@@ -124,6 +172,25 @@ bool runs(const Tensor& x, const Tensor& w, PyObject* b_object) {
   return !torch::autograd::isFwGradDefined(x) && !torch::autograd::isFwGradDefined(w);
 }
 
+// Whether the node can put together what ranks have: rows that are whole blocks, and nothing that linear.py does otherwise.
+bool takes(const Plan& plan, const Ranks* ranks, const std::array<bool, 3>& needs, int64_t rows, bool cached) {
+  const Sharding& sharding = plan.sharding;
+  if (!ranks || (sharding.reduces(kWeight) && !cached)) return false;
+  if (sharding.gathers(kGradOutput) && (!needs[0] || needs[2] || rows % ranks->size)) return false;
+  const int64_t own = sharding.gathers(kGradOutput) ? rows / ranks->size : rows;
+  return rows && (sharding.gathered < 0 || own % sharding.unit == 0);
+}
+
+// The leading dimensions of y with `rows` rows: x's, the first of them scaled where rows were gathered or scattered.
+c10::DimVector output_shape(const Tensor& x, int64_t rows, int64_t features) {
+  c10::DimVector shape(x.sizes());
+  int64_t own = 1;
+  for (int64_t d = 0; d + 1 < x.dim(); ++d) own *= x.size(d);
+  if (x.dim() > 1 && rows != own) shape[0] = rows * shape[0] / own;
+  shape.back() = features;
+  return shape;
+}
+
 }  // namespace
 
 py::object linear(const std::shared_ptr<Plan>& plan, py::handle x_object, py::handle w_object, py::handle b_object,
@@ -132,29 +199,39 @@ py::object linear(const std::shared_ptr<Plan>& plan, py::handle x_object, py::ha
   if (!runs(x, w, b_object.ptr())) return py::none();
   const Tensor b = unwrap(b_object);
   const std::array<bool, 3> needs{x.requires_grad(), w.requires_grad(), b.defined() && b.requires_grad()};
+  const bool cached = !call.attr("weight_cache").is_none(), several = plan->sharding.several;
+  const auto ranks = several ? ranks_of(call) : nullptr;
+  if (several && !takes(*plan, ranks.get(), needs, x.numel() ? x.numel() / x.size(-1) : 0, cached)) return py::none();
   RECORD_FUNCTION("LeanLinear", c10::ArrayRef<const c10::IValue>{});
   const auto node = std::shared_ptr<LinearNode>(new LinearNode(plan, call), torch::autograd::deleteNode);
-  node->needs = needs, node->weight = w, node->dtype = x.scalar_type();
+  node->needs = needs, node->weight = w, node->dtype = x.scalar_type(), node->ranks = ranks;
   node->shape = c10::DimVector(x.sizes()), node->states = states_of(*plan, call);
   const bool x_column = needs[1] && plan->keeps_input, w_column = needs[0] && plan->keeps_weight;
   Pair w_both;
-  const bool cached = !call.attr("weight_cache").is_none();
-  if (cached) w_both = cached_weight(*plan, call, w_object, w_column);
+  Payload x_row;
+  Gathered x_coming;
+  if (cached && !several) w_both = cached_weight(*plan, call, w_object, w_column);
   if (plan->products[kFprop].route != Route::python) count(call, *plan, kFprop);
+  if (plan->sharding.gathers(kInput)) count_gather(call, *plan, 0);
   Tensor y;
+  if (several) {  // the weight after it, whose cast may ask other ranks
+    {
+      py::gil_scoped_release no_gil;
+      const at::AutoDispatchBelowADInplaceOrView below;
+      x_row = node->cast_input(x, x_column, x_coming);
+    }
+    if (cached) w_both = cached_weight(*plan, call, w_object, w_column);
+  }
   {
     py::gil_scoped_release no_gil;
     const at::AutoDispatchBelowADInplaceOrView below;
-    auto [x_row, x_col] = cast(*plan, kInput, as_matrix(x), true, x_column, node->states);
+    if (!several) x_row = node->cast_input(x, x_column, x_coming);
     if (!cached) w_both = cast(*plan, kWeight, w, true, w_column, node->states);
+    if (x_coming.started()) x_row = x_coming.finish();
     y = node->run(kFprop, x_row, w_both[0], x.scalar_type());
     if (b.defined()) y = at::add(y, b).to(y.scalar_type());
-    if (x.dim() != 2) {
-      c10::DimVector shape(x.sizes());
-      shape.back() = w.size(0);
-      y = at::_unsafe_view(y, shape);
-    }
-    if (x_column) node->x_col = std::move(x_col);
+    if (ranks) y = Summed(*ranks, ranks->output, y).finish();
+    if (x.dim() != 2) y = at::_unsafe_view(y, output_shape(x, y.size(0), w.size(0)));
     if (w_column) node->w_col = std::move(w_both[1]);
   }
   if (!needs[0] && !needs[1] && !needs[2]) return wrap(y);

@@ -4,7 +4,8 @@
 //   dgrad   dx = dy @ w       grad_output.rowwise     weight.columnwise
 //   wgrad   dw = dy.T @ x     grad_output.columnwise  input.columnwise
 //
-// Casts and GEMMs are those of the other extensions, whose functions come in capsules (entry.h); what each operand is cast
+// Of tensor-parallel ranks it is linear.py's: amaxes are reduced, operands gathered as payloads, and results summed where the
+// plan and the call's `Ranks` say. Casts and GEMMs are those of the other extensions, whose functions come in capsules (entry.h); what each operand is cast
 // to and which GEMM multiplies it is told once, as a `Plan`. megatron_hybrid/node.py makes it and holds what is left to Python.
 #pragma once
 
@@ -22,6 +23,7 @@ using torch::autograd::variable_list;
 
 struct LinearNode : torch::autograd::Node {
   std::shared_ptr<const Plan> plan;
+  std::shared_ptr<const Ranks> ranks;  // null: this one alone
   Held call;
   States states;
   std::array<bool, 3> needs;
@@ -45,7 +47,10 @@ struct LinearNode : torch::autograd::Node {
 
   // A product by the node or by Python.
   Tensor run(Gemm gemm, const Payload& a, const Payload& b, ScalarType dtype, const Tensor& total = {}) const;
-  Pair cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& sums) const;
+  Payload cast_input(const Tensor& x, bool column, Gathered& whole);
+  Pair cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& sums, Looked& looked) const;
+  Pair gather_grad_output(const Pair& own, Gathered& column) const;
+  Payload input_column();
   bool look_at_weight() const;
   variable_list backward(const Tensor& dy);
   variable_list backward_by_python(const Tensor& dy);

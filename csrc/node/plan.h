@@ -18,6 +18,7 @@ enum Operand { kInput, kWeight, kGradOutput };
 enum Gemm { kFprop, kDgrad, kWgrad };
 constexpr const char* kOperands[] = {"input", "weight", "grad_output"};
 constexpr const char* kGemms[] = {"fprop", "dgrad", "wgrad"};
+constexpr const char* kDirections[] = {"rowwise", "columnwise"};
 
 // How a GEMM is run: torch's own on tensors in high precision, or on decodes; cuBLASLt; what Python makes of it.
 enum class Route { high_precision, decoded, cublaslt, python };
@@ -54,6 +55,23 @@ struct Product {
   bool fast;
 };
 
+// How a direction of the gathered operand comes together from all ranks: sharding.py's words, those that the node knows.
+enum class Way { payload, row_payload, as_is };
+constexpr const char* kWays[] = {"payload", "row payload", "as it is"};
+
+// How tensor-parallel ranks split the operands; of a plan of one rank: not `several`.
+struct Sharding {
+  bool several = false;
+  int gathered = -1;                         // an operand, or none
+  std::array<Way, 2> ways;                   // by direction, where a rank's rows are
+  int64_t unit = 1;                          // a multiple of this
+  std::array<std::array<bool, 2>, 3> reduced{};  // by operand and direction: whether amaxes are maxima over the ranks
+  std::array<bool, 3> same_amax{};               // by operand: both directions have one
+
+  bool gathers(Operand operand) const { return several && gathered == operand; }
+  bool reduces(Operand operand) const { return reduced[operand][0] || reduced[operand][1]; }
+};
+
 struct Plan {
   std::array<std::array<Side, 2>, 3> sides;  // by operand and direction
   std::array<Product, 3> products;
@@ -63,6 +81,7 @@ struct Plan {
   const Matmul* matmul;  // null: no product is cuBLASLt's
   int64_t workspace_bytes;
   c10::SafePyObject python;  // megatron_hybrid.node
+  Sharding sharding;
 };
 
 inline Dtype dtype_code(ScalarType dtype) {

@@ -73,6 +73,23 @@ void count(py::handle call, const Plan& plan, Gemm gemm) {
   calls[key] = py::object(calls[key]) + py::int_(1);
 }
 
+void count_gather(py::handle call, const Plan& plan, int direction) {
+  const char* way = kWays[static_cast<int>(plan.sharding.ways[direction])];
+  const py::object key = py::make_tuple(kOperands[plan.sharding.gathered], kDirections[direction], way);
+  const py::object gathers = call.attr("plan").attr("gathers");
+  gathers[key] = py::object(gathers[key]) + py::int_(1);
+}
+
+std::shared_ptr<const Ranks> ranks_of(py::handle call) {
+  const py::object found = call.attr("comm").attr("in_node");
+  return found.is_none() ? nullptr : found.cast<std::shared_ptr<Ranks>>();
+}
+
+Payload column_of(const Plan& plan, const Held& call, const Payload& row) {
+  py::gil_scoped_acquire gil;
+  return imported(plan.sides[kGradOutput][1], ask(plan, "column_of")(held(call), described(row)));
+}
+
 bool has_memory(const Plan& plan, const Tensor& dy) {
   py::gil_scoped_acquire gil;
   return ask(plan, "has_memory")(wrap(dy)).cast<bool>();

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include "casts.h"
+#include "ranks.h"
 
 namespace py = pybind11;
 
@@ -27,9 +28,12 @@ py::tuple described(const Payload& p);               // (M, K, dtype of what was
 Pair cached_weight(const Plan& plan, py::handle call, py::handle weight, bool columnwise);
 States states_of(const Plan& plan, py::handle call);
 void count(py::handle call, const Plan& plan, Gemm gemm);
+void count_gather(py::handle call, const Plan& plan, int direction);
+std::shared_ptr<const Ranks> ranks_of(py::handle call);  // null: they are not such that the node can speak to them
 
 // ---- without it
 
+Payload column_of(const Plan& plan, const Held& call, const Payload& row);  // of a gathered gradient, of the same codes
 bool has_memory(const Plan& plan, const Tensor& dy);  // a gradient of a subclass
 Pair payloads_of(const Plan& plan, const Held& call, const Tensor& dy, bool rowwise, bool columnwise);
 Tensor product(const Plan& plan, const Held& call, Gemm gemm, const Payload& a, const Payload& b, ScalarType dtype,

@@ -5,9 +5,12 @@ What is split how is a `Sharding` (sharding.py), built here for the two kinds of
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.distributed as dist
 
+from .. import node
 from ..linear import Communication
 from ..plan import GRAD_OUTPUT, INPUT, WEIGHT
 from ..scaling import Pieces
@@ -52,9 +55,19 @@ def row_index_maps(rank: int, ranks: int, in_features: int, out_features: int) -
 class TensorParallel(Communication):
     """Shards that stay where they are: only amaxes travel. A row-parallel linear's output is reduced outside of it."""
 
+    sums = dict(output="none", dgrad="none")  # what becomes of these over the ranks, as csrc/node calls it
+
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()
         self._coalesces = "cuda:nccl" in dist.get_backend_config(group)
+
+    @functools.cached_property
+    def in_node(self):
+        """The same in C++; None where the node is not built."""
+        library = node.library()
+        if library is None:
+            return None
+        return library.Ranks(group=self.group, size=self.size, coalesces=self._coalesces, **self.sums)
 
     def start_max(self, amaxes: list[torch.Tensor]):
         return start_max(amaxes, self.group)
@@ -113,6 +126,8 @@ def _as_bytes(tensors) -> list[torch.Tensor]:
 class ColumnParallel(TensorParallel):
     """The input is the same on every rank; the input gradient is the sum over ranks, taken while wgrad runs."""
 
+    sums = dict(output="none", dgrad="all")
+
     def reduce_dgrad(self, dx: torch.Tensor):
         dx = dx.contiguous()  # a slice, where a GEMM padded its columns
         work = dist.all_reduce(dx, group=self.group, async_op=True)
@@ -131,12 +146,16 @@ class ColumnSequenceParallel(TensorParallel):
     them again: 1/ranks of the memory for a second gather.
     """
 
+    sums = dict(output="none", dgrad="scatter")
+
     def reduce_dgrad(self, dx: torch.Tensor):
         return self._start_scatter(dx)
 
 
 class RowSequenceParallel(TensorParallel):
     """The output is the sum over ranks, split along its rows; its gradient is gathered."""
+
+    sums = dict(output="scatter", dgrad="none")
 
     def reduce_output(self, y: torch.Tensor) -> torch.Tensor:
         return self._start_scatter(y)()

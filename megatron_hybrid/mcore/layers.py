@@ -96,6 +96,13 @@ class HybridParallelLinear(WeightWindow, HoldsWeight):
         """How this call's tensors move; not asked for on a single rank."""
         raise NotImplementedError
 
+    def _over_ranks(self, kind: type[TensorParallel]) -> TensorParallel:
+        """The communication of a kind over this module's group, made once."""
+        made = self.__dict__.setdefault("_made_communications", {})
+        if kind not in made or made[kind].group is not self.tp_group:
+            made[kind] = kind(self.tp_group)
+        return made[kind]
+
     @property
     def plan(self) -> GemmPlan | None:
         hq = self._modules.get("hq")
@@ -157,8 +164,8 @@ class HybridColumnParallelLinear(HybridParallelLinear, ColumnParallelLinear):
 
     def communication(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Communication:
         if sequence_parallel:
-            return ColumnSequenceParallel(self.tp_group)
-        return (ColumnParallel if allreduce_dgrad else TensorParallel)(self.tp_group)
+            return self._over_ranks(ColumnSequenceParallel)
+        return self._over_ranks(ColumnParallel if allreduce_dgrad else TensorParallel)
 
 
 class HybridRowParallelLinear(HybridParallelLinear, RowParallelLinear):
@@ -171,14 +178,14 @@ class HybridRowParallelLinear(HybridParallelLinear, RowParallelLinear):
         return row_index_maps(self.tp_group.rank(), self.tp_group.size(), self.input_size, self.output_size)
 
     def communication(self, sequence_parallel: bool, allreduce_dgrad: bool) -> Communication:
-        return TensorParallel(self.tp_group)
+        return self._over_ranks(TensorParallel)
 
     def forward(self, input_: torch.Tensor):
         """(y, bias not yet added or None). Under sequence parallelism the output is scattered, and its gradient
         gathered, inside our Function: Megatron's own gather is in high precision."""
         if self.hq.sharding is None or not self.gathers_sequence:
             return super().forward(input_)
-        y = self._hybrid_linear(input_, self.weight, None, RowSequenceParallel(self.tp_group))
+        y = self._hybrid_linear(input_, self.weight, None, self._over_ranks(RowSequenceParallel))
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias, None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -24,6 +25,7 @@ from tp_cases import (
     GEMM_OPERANDS, LAYOUTS, RECIPES, Ranks, close_sum, compare_gemm, on_the_wire, partial_sums, recipe, run, run_experts,
 )  # fmt: skip
 
+from megatron_hybrid import node
 from megatron_hybrid.distributed.amax import WeightAmaxes, start_max
 from megatron_hybrid.grouped_at_once import GroupedPlan
 from megatron_hybrid.linear import hybrid_linear
@@ -235,6 +237,72 @@ def check_p62_bytes_on_the_wire(ranks: Ranks):
         assert shared is None or len(reductions) == shared, (layout, name, reductions)
         scattered = [s.nbytes for s in sent if s.name == "reduce_scatter_tensor"]
         assert scattered == [2 * M * size * (K if layout == "column SP" else N)]
+
+
+BY_NODE = {"bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "mxfp8:2d", "current / block",
+           "mxfp8 / bf16", "bf16 / mxfp8"}  # fmt: skip
+
+
+def plainly(ranks: Ranks, layout: str, name: str, rows: int, *, by_node: bool, frozen=(), main_grad=False, bias=False):
+    """Two microbatches of a linear with nobody looking: (results, counts, collectives in their order, type of the node)."""
+    (K, N), size = sizes(ranks, layout), ranks.size
+    if "column" in layout:
+        N //= size
+    else:
+        K //= size
+    of_x = rows // size if layout == "column SP" or layout == "gated column SP" else rows
+    runtime = ranks.runtime(layout, recipe(name), *sizes(ranks, layout), None)
+    plan, comm = runtime.plan_for(ranks.device), ranks.communication(layout)
+    if not by_node and plan.lean is not None:
+        plan.lean.node = None
+    w = ranks.randn(N, K, seed=3 + ranks.rank).mul_(1 + ranks.rank).requires_grad_("w" not in frozen)
+    b = ranks.randn(1, N, seed=4).view(-1).requires_grad_() if bias else None
+    if main_grad:
+        w.main_grad = torch.ones(N, K, device=ranks.device)
+    results, made = [], set()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        for batch in range(2):
+            x = ranks.randn(of_x, 1, K, seed=10 * ranks.rank + batch).mul_(3 - ranks.rank).requires_grad_("x" not in frozen)
+            own = rows // size if runtime.plan_for(ranks.device).gathered == "grad_output" else of_x
+            y = hybrid_linear(x, w, b, runtime.call(ranks.device, comm, training=True, rows=own))
+            made.add(type(y.grad_fn))
+            y.backward(ranks.randn(*y.shape, seed=5 + ranks.rank).mul_(2 + ranks.rank))
+            results += [y.detach(), x.grad, w.main_grad.clone() if main_grad else w.grad, None if b is None else b.grad]
+            w.grad = None
+    results += [t.clone() for _, t in runtime.named_buffers()]
+    seen = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    # of lists of tensors torch records neither sizes nor types
+    sent = [
+        (e.name(), [math.prod(shape) for shape in e.shapes() if shape], e.dtypes()[:2])
+        for e in seen if e.name().startswith("c10d::")
+    ]  # fmt: skip
+    (made,) = made
+    return results, (plan.calls, plan.gathers), sent, made
+
+
+def check_the_node_does_what_python_does(ranks: Ranks):
+    """Bits, counts and what travels, in which order, of linears that run by the C++ node; which those are."""
+    if node.library() is None:
+        return
+    cases = [(layout, name, {}) for layout, name in itertools.product(LAYOUTS, RECIPES)]
+    for layout, name in itertools.product(("column", "column SP", "row", "row SP"), ("fp8_delayed", "fp8_current", "bf16")):
+        cases += [(layout, name, kwargs) for kwargs in (dict(frozen="x"), dict(frozen="w"), dict(main_grad=True))]
+        cases += [(layout, name, dict(bias=True))] if "column" in layout else []
+    cases += [("column SP", name, dict(rows=RAGGED * ranks.size)) for name in ("mxfp8", "fp8_block")]
+    for layout, name, kwargs in cases:
+        how = {"rows": 128 * ranks.size, **kwargs}
+        (found, counts, sent, made), (expected, counted, other, python) = (
+            plainly(ranks, layout, name, how["rows"], by_node=by_node, **{k: v for k, v in how.items() if k != "rows"})
+            for by_node in (True, False)
+        )
+        what = f"{layout}, {name}, {kwargs}"
+        for a, b in zip(found, expected, strict=True):
+            assert a is b is None or torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)), what
+        assert counts == counted, (what, counts, counted)
+        assert sent == other, (what, sent, other)
+        assert python is not node.library().LinearBackward
+        left = "rows" in kwargs or (layout == "row SP" and kwargs.get("frozen") == "x")
+        assert (made is node.library().LinearBackward) == (name in BY_NODE and not left), (what, made)
 
 
 def check_kept_for_backward_is_the_ranks_own_payload(ranks: Ranks):
