@@ -148,9 +148,10 @@ def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bo
     controller = None if attached is None else attached.controller
     if controller is not None:
         controller.begin_step(1)
+    parameters = list(layer.parameters())  # found once: host time is the layer's
 
     def run(x, dy):
-        for p in layer.parameters():
+        for p in parameters:
             p.grad = None
         if cast_weights and controller is not None:
             controller.invalidate()
