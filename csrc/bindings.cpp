@@ -230,6 +230,16 @@ void group_amax(uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_
   check(!args.groups.choice || !of_rows, "of_rows: not of rows that are copies");
   backend::group_amax(args, where(stream, device));
 }
+
+void group_map(uintptr_t sizes, bool wide, int64_t groups, int64_t count, uintptr_t ends, uintptr_t blocks, uintptr_t stream,
+               int device) {
+  check(groups >= 0 && count >= 0, "group_map: groups and count must not be negative");
+  check_pointer("sizes", sizes, groups);
+  check_pointer("ends", ends, groups);
+  check_pointer("blocks", blocks, count);
+  backend::group_map({pointer<void>(sizes), wide, groups, count, pointer<int32_t>(ends), pointer<int32_t>(blocks)},
+                     where(stream, device));
+}
 #endif
 
 void dequantize(const FormatSpec& spec, uintptr_t qdata, bool transposed, uintptr_t scale, uintptr_t amax, uintptr_t out,
@@ -302,6 +312,8 @@ PYBIND11_MODULE(MH_MODULE, m) {
 #if defined(MH_IS_CUDA)
   m.def("group_amax", &group_amax, py::arg("data"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
         py::arg("stride_k"), py::arg("groups"), py::arg("of_columns"), py::arg("of_rows"), py::arg("stream"), py::arg(kWhereArg));
+  m.def("group_map", &group_map, py::arg("sizes"), py::arg("wide"), py::arg("groups"), py::arg("count"), py::arg("ends"),
+        py::arg("blocks"), py::arg("stream"), py::arg(kWhereArg));
 #endif
 #if !defined(MH_IS_CUDA)
   m.def("isa", &mh::cpu::isa, "Instruction set in use.");

@@ -5,7 +5,6 @@ Nothing here waits for the device unless `Groups.host` is asked for the sizes of
 
 from __future__ import annotations
 
-import copy
 import functools
 
 import torch
@@ -55,8 +54,8 @@ class Groups:
 
     def between(self, *, copies: RowMap | None = None, sums: RowMap | None = None) -> Groups:
         """The same groups for a linear that takes tokens, or gives them back."""
-        made = copy.copy(self)
-        made.copies, made.sums = copies, sums
+        made = object.__new__(Groups)  # copy.copy takes a multiple of the time
+        made.__dict__.update(self.__dict__, copies=copies, sums=sums)
         return made
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,6 +77,11 @@ class Groups:
     def known_to_host(self) -> bool:
         return self._host is not None
 
+    @property
+    def counts(self) -> torch.Tensor:
+        """`sizes` in whatever integers there are."""
+        return self.sizes if self._device is None else self._device
+
     @functools.cached_property
     def sizes(self) -> torch.Tensor:
         """int64 (E,) on the device."""
@@ -91,7 +95,7 @@ class Groups:
     @functools.cached_property
     def ends(self) -> torch.Tensor:
         """int64 (E,): where each group ends."""
-        return self.sizes.cumsum(0)
+        return self.counts.cumsum(0, dtype=torch.int64)
 
     @functools.cached_property
     def of_row(self) -> torch.Tensor:
@@ -124,6 +128,8 @@ class Layout:
     @functools.cached_property
     def ends(self) -> torch.Tensor:
         """int32 (E,): where each group ends, its zeros included."""
+        if self.align == 1:
+            return self.groups.counts.cumsum(0, dtype=torch.int32)
         return self._padded_ends.to(torch.int32)
 
     @functools.cached_property
@@ -172,7 +178,7 @@ class Layout:
         from .ops_triton.grouped_gemm import BLOCK, block_map
 
         assert self.align == BLOCK
-        return block_map(self.groups.sizes, self.rows // BLOCK)
+        return block_map(self.groups.counts, self.rows // BLOCK)
 
     def starts(self) -> list[int]:
         """Where each group begins; see `Groups.host`."""

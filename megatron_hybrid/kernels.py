@@ -241,6 +241,15 @@ def _groups(where, num_rows: int, copies) -> tuple:
     return (where.ends.data_ptr(), where.blocks.data_ptr(), where.ends.shape[0], where.count, num_rows, *choice)
 
 
+def map_groups(sizes: torch.Tensor, ends: torch.Tensor, blocks: torch.Tensor) -> None:
+    """Write the map of the blocks of 128 rows of groups of these sizes, int32 or int64 (E,): ends (E,) and blocks (3, count),
+    int32; on CUDA only."""
+    extension(sizes.device.type).group_map(
+        sizes.data_ptr(), sizes.dtype == torch.int64, *sizes.shape, blocks.shape[1], ends.data_ptr(), blocks.data_ptr(),
+        *_where(sizes)
+    )  # fmt: skip
+
+
 def sum_parts(x: torch.Tensor) -> torch.Tensor | None:
     """Memory for the FP32 sums of `x` (M, K) over M, a row a panel, which a cast on CUDA can fill; None elsewhere."""
     if not x.is_cuda or x.dtype not in SOURCE_CODES:

@@ -62,6 +62,15 @@ class RowMap:
             return permute.copies(as_rows(x), self.choice, self.starts, self.rows, self.num_experts)
         return gather_rows(x, self.choice, self.num_experts)
 
+    def expand_both(self, x: torch.Tensor, beside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`expand` of two, of which `beside` has the shorter rows."""
+        if _has_triton(x):
+            from .ops_triton import permute
+
+            where = self.choice, self.starts, self.rows, self.num_experts
+            return permute.copies(as_rows(x), *where, as_rows(beside))
+        return self.expand(x), self.expand(beside)
+
 
 def _index(routed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
     """`ops_triton.permute.index` in torch operations."""
@@ -192,7 +201,12 @@ class _Pick(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        choice, size = ctx.where.choice.long(), ctx.shape.numel()
+        size = ctx.shape.numel()
+        if _has_triton(grad):
+            from .ops_triton import permute
+
+            return permute.scatter(grad.contiguous(), ctx.where.choice, size).view(ctx.shape), None
+        choice = ctx.where.choice.long()
         out = grad.new_zeros(size + 1)  # the last for rows that nothing chose
         return out.index_copy_(0, choice % (size + 1), grad.contiguous())[:-1].view(ctx.shape), None
 

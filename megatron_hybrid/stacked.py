@@ -199,8 +199,12 @@ def copied_rows(s: QuantizedStorage, copies: RowMap | None) -> QuantizedStorage:
     """Rows (T, K) that are copies of those of a rowwise payload (N, K), whose scales do not span rows."""
     if copies is None:
         return s
-    buffers = {name: copies.expand(t) for name, t in s.buffers().items()}
-    return s.changed(shape=(copies.num_rows, s.shape[1]), **buffers)
+    shape = (copies.num_rows, s.shape[1])
+    if s.scale is None:
+        return s.changed(shape=shape, qdata=copies.expand(s.qdata))
+    qdata, scale = copies.expand_both(s.qdata, s.scale)
+    outer = None if s.outer_amax is None else copies.expand(s.outer_amax)
+    return s.changed(shape=shape, qdata=qdata, scale=scale, outer_amax=outer)
 
 
 def rows_of(s: QuantizedStorage, start: int, rows: int) -> QuantizedStorage:

@@ -63,7 +63,7 @@ struct QuantizeArgs {
 };
 
 // Rows of a tensor in groups, each in blocks of kPanelRows rows that begin where the group does, the last one cut: the map
-// of the blocks, made on the device (ops_triton/grouped_gemm.py). ends (groups,): the block after each group's last; blocks
+// of the blocks, made on the device (`GroupMapArgs`). ends (groups,): the block after each group's last; blocks
 // (3, count): of each block its group, its first row among all groups' and how many it has. `choice`: null, or row r of all
 // groups' is a copy of row choice[r] / parts of the tensor. `rows`: of all groups.
 struct Groups {
@@ -107,6 +107,15 @@ struct GroupAmaxArgs {
   Matrix x;
   Groups groups;
   int32_t *of_columns, *of_rows;
+};
+
+// CUDA only. sizes (groups,): rows of each group, int64 where `wide`, else int32; `ends` and `blocks` of `Groups` to be written,
+// zeros for blocks after the last group's.
+struct GroupMapArgs {
+  const void* sizes;
+  bool wide;
+  int64_t groups, count;
+  int32_t *ends, *blocks;
 };
 
 struct AmaxArgs {

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
@@ -21,6 +23,7 @@ from ..distributed.tp import TensorParallel, column_index_maps, column_sharding,
 from ..expert_weights import HoldsExpertWeights
 from ..grouped import ExpertRuntimes
 from ..groups import Groups
+from ..permutation import permute_probs
 from ..plan import PlanError
 from ..scaling import Pieces
 from ..sharding import Sharding
@@ -179,17 +182,18 @@ class HybridGroupedMLP(TEGroupedMLP):
 
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
         """x (T, H) sorted by expert, rows of each expert (E,), routing weights (T,) -> (y (T, H), None). With `Groups` in the
-        second's place: x and y as these say, tokens or rows."""
-        x, probs = permuted_local_hidden_states, permuted_probs.unsqueeze(-1)
+        second's place: x and y as these say, tokens or rows; of tokens the routing weights are (N, E)."""
+        x, of_tokens = permuted_local_hidden_states, getattr(tokens_per_expert, "copies", None)
+        probs = permuted_probs.unsqueeze(-1) if of_tokens is None else permuted_probs
         if self.config.moe_apply_probs_on_input:  # Megatron allows it for one expert a token
             x, probs = (probs * x).to(x.dtype), torch.ones_like(probs)
         groups = Groups.of(tokens_per_expert, self.num_local_experts, x.shape[0], x.device)
         hidden, _ = self.linear_fc1(x, groups.between(copies=groups.copies))
         if self.activation_recompute:
             checkpoint = CheckpointWithoutOutput(fp8=None)  # False would mean that Transformer Engine is there
-            hidden = checkpoint.checkpoint(self._activate, hidden, probs)
+            hidden = checkpoint.checkpoint(functools.partial(self._activate, where=of_tokens), hidden, probs)
         else:
-            hidden = self._activate(hidden, probs)
+            hidden = self._activate(hidden, probs, of_tokens)
         y, bias = self.linear_fc2(hidden, groups.between(sums=groups.sums))
         if self.activation_recompute:
             checkpoint.discard_output_and_register_recompute(y)
@@ -197,9 +201,11 @@ class HybridGroupedMLP(TEGroupedMLP):
             y = (y + bias.index_select(0, groups.of_row) * probs).to(y.dtype)
         return y, None
 
-    def _activate(self, hidden, probs):
-        """The activation times the routing weight, rounded once more to the hidden dtype, as Megatron does."""
+    def _activate(self, hidden, probs, where=None):
+        """The activation times the routing weight, rounded once more to the hidden dtype, as Megatron does. probs: (T, 1), or
+        with a `RowMap` of the rows (N, E)."""
         config = self.config
+        probs = probs if where is None else permute_probs(probs, where).unsqueeze(-1)
         if config.bias_activation_fusion and config.gated_linear_unit and config.activation_func is F.silu:
             return weighted_bias_swiglu_impl(hidden, None, probs, config.activation_func_fp8_input_store)
         if not config.gated_linear_unit:

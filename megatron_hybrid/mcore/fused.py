@@ -66,8 +66,8 @@ class FusedMLP(MLP):
 class FusedGroupedMLP(HybridGroupedMLP):
     """Experts whose SwiGLU times the routing weight is one kernel each way."""
 
-    def _activate(self, hidden, probs):
-        return weighted_swiglu(hidden, probs.reshape(-1))
+    def _activate(self, hidden, probs, where=None):
+        return weighted_swiglu(hidden, probs.reshape(-1) if where is None else probs, where)
 
 
 def fuse_permutation(config) -> None:

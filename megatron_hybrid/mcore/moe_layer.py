@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.moe_utils import permute
 from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
 from ..groups import Groups
-from ..permutation import RowMap, permute_probs
+from ..permutation import RowMap
 from .experts import HybridGroupedMLP
 
 
@@ -54,21 +54,21 @@ class TokensStay(OneRank):
     that, which cast a token once for all of its experts. `Groups` tell them which rows are which tokens'."""
 
     def dispatch_preprocess(self, hidden_states, routing_map, probs):
-        """Tokens (N, H) and the rows' probabilities (T,)."""
+        """Tokens (N, H) and their probabilities (N, E)."""
         self.hidden_shape = hidden_states.shape
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
-        self.groups, probs = self._groups(tokens, routing_map, probs)
+        self.groups = self._groups(tokens, routing_map)
         return tokens, probs
 
-    def _groups(self, tokens, routing_map, probs):
-        """Where the rows are whose tokens these are, and their probabilities (T,)."""
+    def _groups(self, tokens, routing_map) -> Groups:
+        """Where the rows are whose tokens these are."""
         rows = tokens.shape[0] * self.config.moe_router_topk
         where = RowMap.of(routing_map, rows)
         groups = Groups(routing_map.sum(dim=0), self.num_local_experts, rows, tokens.device)
-        return groups.between(copies=where, sums=where), permute_probs(probs, where)
+        return groups.between(copies=where, sums=where)
 
     def dispatch_postprocess(self, tokens, probs):
-        """Tokens (N, H), where their rows are, the rows' probabilities (T,)."""
+        """Tokens (N, H), where their rows are, probabilities (N, E)."""
         groups, self.groups = self.groups, None
         return tokens, groups, probs
 
@@ -94,7 +94,7 @@ class TokensStayAllGather(TokensStay, MoEAllGatherTokenDispatcher):
 
     def dispatch_postprocess(self, tokens, probs):
         self.local_probs = probs  # whose dtype ranks' parts are summed in
-        groups, probs = self._groups(tokens, self.routing_map, probs)
+        groups = self._groups(tokens, self.routing_map)
         self.routing_map = None
         return tokens, groups, probs
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .launch import as_rows, on_device
+from .launch import as_rows, cdiv, on_device
 
 _BLOCK = 4096
 
@@ -82,7 +82,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         M, V = rows.shape
         dloss = dloss.contiguous().float()
         with on_device(logits):
-            _loss_gradient[M, triton.cdiv(V, _BLOCK)](
+            _loss_gradient[M, cdiv(V, _BLOCK)](
                 rows, target, log_sum, dloss, rows.stride(0), ctx.first, V=V, BLOCK=_BLOCK, num_warps=8
             )
         torch.autograd.graph.increment_version(logits)  # whoever else needs them in backward is told, not misled

@@ -16,11 +16,11 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..gemm.grouped_cuda import BLOCKS, ROW, TILES
-from .launch import on_device
+from ..kernels import map_groups
+from .launch import cdiv, on_device
 
 BLOCK = 128
 _SHARED = 227 << 10  # bytes a program may have on sm_90
-_AT_ONCE = 32  # blocks a program of the map
 
 
 class Tile(NamedTuple):
@@ -49,35 +49,26 @@ class BlockMap(NamedTuple):
         return self.blocks.shape[1]
 
 
-@triton.jit(do_not_specialize=["count"])  # it follows the number of tokens
-def _block_map(sizes, ends, blocks, E, count, GROUPS: tl.constexpr, AT_ONCE: tl.constexpr, ROWS: tl.constexpr):
-    e = tl.arange(0, GROUPS)
-    size = tl.load(sizes + e, mask=e < E, other=0).to(tl.int32)
-    mine = (size + (ROWS - 1)) // ROWS
-    end = tl.cumsum(mine, axis=0)
-    start, row = end - mine, tl.cumsum(size, axis=0) - size
-    tl.store(ends + e, end, mask=(e < E) & (tl.program_id(0) == 0))
-    block = tl.program_id(0) * AT_ONCE + tl.arange(0, AT_ONCE)
-    has = (block[:, None] >= start[None, :]) & (block[:, None] < end[None, :])
-    within = (block[:, None] - start[None, :]) * ROWS
-    out = blocks + block
-    inside = block < count
-    tl.store(out, tl.sum(tl.where(has, e[None, :], 0), axis=1), mask=inside)
-    tl.store(out + count, tl.sum(tl.where(has, row[None, :] + within, 0), axis=1), mask=inside)
-    rows = tl.minimum(size[None, :] - within, ROWS)
-    tl.store(out + 2 * count, tl.sum(tl.where(has, rows, 0), axis=1), mask=inside)
-
-
 def block_map(sizes: torch.Tensor, count: int) -> BlockMap:
     """sizes: int (E,), of the groups. count: of blocks there is room for."""
-    num = sizes.shape[0]
-    ends = torch.empty(num, dtype=torch.int32, device=sizes.device)
-    blocks = torch.empty(3, count, dtype=torch.int32, device=sizes.device)
-    with on_device(sizes):
-        _block_map[max(1, triton.cdiv(count, _AT_ONCE)),](
-            sizes, ends, blocks, num, count, GROUPS=max(16, triton.next_power_of_2(num)), AT_ONCE=_AT_ONCE, ROWS=BLOCK
-        )
+    num, device = sizes.shape[0], sizes.device
+    if not sizes.is_cuda:  # interpreted
+        return _block_map(sizes.long(), count)
+    ends = torch.empty(num, dtype=torch.int32, device=device)
+    blocks = torch.empty((3, count), dtype=torch.int32, device=device)
+    sizes = sizes if sizes.dtype in (torch.int32, torch.int64) else sizes.long()
+    map_groups(sizes.contiguous(), ends, blocks)
     return BlockMap(ends, blocks)
+
+
+def _block_map(sizes: torch.Tensor, count: int) -> BlockMap:
+    mine = (sizes + (BLOCK - 1)) // BLOCK
+    ends, block = mine.cumsum(0), torch.arange(count)
+    group = torch.searchsorted(ends, block, right=True).clamp_(max=sizes.shape[0] - 1)
+    within = (block - (ends - mine)[group]) * BLOCK
+    rows = (sizes[group] - within).clamp_(max=BLOCK)
+    found = torch.stack((group, (sizes.cumsum(0) - sizes)[group] + within, rows))
+    return BlockMap(ends.int(), torch.where(block < ends[-1], found, 0).int())
 
 
 @triton.jit
@@ -266,7 +257,7 @@ def multiply_rows(a, w, a_scale, w_scale, out, where: BlockMap, kind: int, *, fa
     """
     num, (N, K) = where.ends.shape[0], (out.shape[1], a.shape[1])
     tile = _TILES["rows", kind, fast]
-    tiles = where.count * (BLOCK // tile.rows) * triton.cdiv(N, tile.columns)
+    tiles = where.count * (BLOCK // tile.rows) * cdiv(N, tile.columns)
     with on_device(a):
         _rows[_grid(tile, tiles, a.device)](
             _map(a, tile.rows), _map(w, tile.columns // tile.parts), a_scale, w_scale, out, where.ends, where.blocks,
@@ -283,7 +274,7 @@ def multiply_columns(a, b, a_scale, b_scale, out, where: BlockMap, kind: int, *,
     """
     num, N, K = out.shape
     tile = _TILES["columns", kind, fast]
-    runs = num * triton.cdiv(N, tile.rows) * triton.cdiv(K, tile.columns * tile.run)
+    runs = num * cdiv(N, tile.rows) * cdiv(K, tile.columns * tile.run)
     with on_device(a):
         _contract[runs,](
             _map(a, tile.rows), _map(b, tile.columns // tile.parts), a_scale, b_scale, out, where.ends, num, N, K,

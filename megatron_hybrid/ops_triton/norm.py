@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .launch import as_rows, on_device
+from .launch import as_rows, cdiv, on_device, power_of_2
 from .sums import rows_in_a_part
 
 MAX_SIZE = 16384  # a row is held in registers
@@ -86,7 +86,7 @@ def _norm_backward(
 
 def _tile(N: int) -> dict:
     """A row a program, or several short ones; 8 to 16 elements a thread."""
-    block = triton.next_power_of_2(N)
+    block = power_of_2(N)
     rows = max(1, 1024 // block)
     return dict(ROWS=rows, BLOCK=block, num_warps=min(16, max(4, block // 512)))
 
@@ -102,7 +102,7 @@ class NormFunction(torch.autograd.Function):
         rstd = torch.empty(M, dtype=torch.float32, device=x.device)
         mean = torch.empty(M if beta is not None else 0, dtype=torch.float32, device=x.device)
         with on_device(x):
-            _norm_forward[triton.cdiv(M, tile["ROWS"]),](
+            _norm_forward[cdiv(M, tile["ROWS"]),](
                 rows, gamma, gamma if beta is None else beta, y, mean, rstd, rows.stride(0), M, N, eps,
                 CENTERED=centered, MEAN=beta is not None, **tile,
             )  # fmt: skip
@@ -119,7 +119,7 @@ class NormFunction(torch.autograd.Function):
         x, gamma, mean, rstd = ctx.saved_tensors
         (M, N), has_mean, tile = x.shape, ctx.beta_dtype is not None, _tile(x.shape[1])
         part = rows_in_a_part(M, max(16, tile["ROWS"]))
-        num_parts = triton.cdiv(M, part)
+        num_parts = cdiv(M, part)
         dx = torch.empty(M, N, dtype=x.dtype, device=x.device)
         sums = torch.empty(1 + has_mean, num_parts, N, dtype=torch.float32, device=x.device)
         dy = as_rows(dy)

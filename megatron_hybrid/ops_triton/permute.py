@@ -12,10 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device
+from .launch import cdiv, on_device, power_of_2
 
 _ROWS, _BLOCK, _AT_ONCE = 4, 2048, 8  # rows and columns of a program that copies; rows added between two looks at the map
 _LEAST, _LONG = 512, 512  # elements of a program, bytes of a row
+_BESIDE, _CLEARED = 256, 64  # columns of what is copied beside; rows of a program that looks for those without a choice
 _TILE = 2048  # of a routing map, a program
 
 
@@ -45,30 +46,43 @@ def _gather(x, choice, weights, out, stride, T, W, E, WEIGHTED: tl.constexpr, RO
     tl.store(to, v.to(out.dtype.element_ty), mask=(row < T)[:, None] & (col < W)[None, :])
 
 
-@triton.jit(do_not_specialize=["T"])
-def _copy(x, starts, rows, out, stride, T, W, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr):
-    """A row of x to all of its copies, read once."""
+@triton.jit(do_not_specialize=["N", "T"])
+def _copy(
+    x, starts, rows, choice, out, beside, out_beside, stride, beside_stride, N, T, W, B,
+    AT_ONCE: tl.constexpr, BLOCK: tl.constexpr, BESIDE: tl.constexpr, CLEARED: tl.constexpr,
+):  # fmt: skip
+    """A row of x to all of its copies, read once; BESIDE > 0: a row of `beside` (N, B) too. Programs from N on write
+    zeros where the choice is -1."""
     t = tl.program_id(0)
-    col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    begin, end = tl.load(starts + t), tl.minimum(tl.load(starts + t + 1), T)
-    v = tl.load(x + t.to(tl.int64) * stride + col, mask=col < W, other=0)
-    for first in range(begin, end, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):
-            row = tl.load(rows + first + i, mask=first + i < end, other=-1)
-            tl.store(out + tl.maximum(row, 0).to(tl.int64) * W + col, v, mask=(row >= 0) & (col < W))
-
-
-@triton.jit(do_not_specialize=["T"])
-def _clear(choice, out, T, W, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Zeros where the choice is -1."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    missing = tl.load(choice + row, mask=row < T, other=0) < 0
-    if tl.max(missing.to(tl.int32), axis=0) > 0:
-        for start in range(0, W, BLOCK):
-            col = start + tl.arange(0, BLOCK)
-            zeros = tl.zeros((ROWS, BLOCK), out.dtype.element_ty)
-            to = out + row.to(tl.int64)[:, None] * W + col[None, :]
-            tl.store(to, zeros, mask=missing[:, None] & (col < W)[None, :])
+    col, col_beside = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BESIDE if BESIDE > 0 else 1)
+    if t < N:
+        begin, end = tl.load(starts + t), tl.minimum(tl.load(starts + t + 1), T)
+        v = tl.load(x + t.to(tl.int64) * stride + col, mask=col < W, other=0)
+        for first in range(begin, end, AT_ONCE):
+            for i in tl.static_range(AT_ONCE):
+                row = tl.load(rows + first + i, mask=first + i < end, other=-1)
+                tl.store(out + tl.maximum(row, 0).to(tl.int64) * W + col, v, mask=(row >= 0) & (col < W))
+        if BESIDE > 0:
+            if tl.program_id(1) == 0:
+                short = tl.load(beside + t.to(tl.int64) * beside_stride + col_beside, mask=col_beside < B, other=0)
+                for at in range(begin, end):
+                    its = tl.load(rows + at)
+                    short_to = out_beside + tl.maximum(its, 0).to(tl.int64) * B + col_beside
+                    tl.store(short_to, short, mask=(its >= 0) & (col_beside < B))
+    else:
+        first_row = (t - N) * CLEARED
+        row = first_row + tl.arange(0, CLEARED)
+        chosen = tl.load(choice + row, mask=row < T, other=0)
+        if tl.min(chosen, axis=0) < 0:
+            for i in range(CLEARED):
+                at = first_row + i
+                missing = tl.load(choice + at, mask=at < T, other=0) < 0
+                zeros = tl.zeros((BLOCK,), out.dtype.element_ty)
+                tl.store(out + at.to(tl.int64) * W + col, zeros, mask=missing & (col < W))
+                if BESIDE > 0:
+                    nothing = tl.zeros((BESIDE,), out_beside.dtype.element_ty)
+                    to = out_beside + at.to(tl.int64) * B + col_beside
+                    tl.store(to, nothing, mask=missing & (col_beside < B) & (tl.program_id(1) == 0))
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -86,6 +100,13 @@ def _sum(x, starts, rows, weights, out, stride, T, W, WEIGHTED: tl.constexpr, AT
                 v *= tl.load(weights + row, mask=row >= 0, other=0.0).to(tl.float32)
             total += v
     tl.store(out + t.to(tl.int64) * W + col, total.to(out.dtype.element_ty), mask=col < W)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _scatter(values, choice, out, T, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    to = tl.load(choice + row, mask=row < T, other=-1)
+    tl.store(out + to, tl.load(values + row, mask=row < T, other=0), mask=to >= 0)
 
 
 @triton.jit
@@ -121,10 +142,10 @@ def index(routed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tens
     starts = torch.nn.functional.pad(routed.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
     choice = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
     rows = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-    experts = max(16, triton.next_power_of_2(E))
+    experts = max(16, power_of_2(E))
     tokens = max(1, _TILE // experts)
     with on_device(routed):
-        _index[max(1, triton.cdiv(N, tokens)),](
+        _index[max(1, cdiv(N, tokens)),](
             routed.contiguous().view(torch.uint8), at, starts, choice, rows, N, num_rows, E,
             TOKENS=tokens, EXPERTS=experts,
         )  # fmt: skip
@@ -135,41 +156,61 @@ def gather(x: torch.Tensor, choice: torch.Tensor, num: int = 1, weights: torch.T
     """(T, W): row choice // num of x (N, W) for every choice, times weights (T,); zeros where the choice is -1."""
     T, W = choice.shape[0], x.shape[1]
     out = torch.empty(T, W, dtype=x.dtype, device=x.device)
-    block = min(_BLOCK, triton.next_power_of_2(max(W, 1)))
+    block = min(_BLOCK, power_of_2(max(W, 1)))
     rows = max(_ROWS, _LEAST // block)
     if out.numel():
         weighted = weights is not None
         with on_device(x):
-            _gather[triton.cdiv(T, rows), triton.cdiv(W, block)](
+            _gather[cdiv(T, rows), cdiv(W, block)](
                 _words(x), choice, weights if weighted else choice, _words(out), x.stride(0), T, W, num,
                 WEIGHTED=weighted, ROWS=rows, BLOCK=block,
             )  # fmt: skip
     return out
 
 
-def copies(x: torch.Tensor, choice: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, num: int) -> torch.Tensor:
-    """`gather` without weights of a whole map, faster where rows are long: those of x do not fit into the cache."""
-    T, W = choice.shape[0], x.shape[1]
-    if W * x.element_size() < _LONG or not x.shape[0]:
-        return gather(x, choice, num)
-    out, block = torch.empty(T, W, dtype=x.dtype, device=x.device), min(_BLOCK, triton.next_power_of_2(W))
-    with on_device(x):
-        _copy[x.shape[0], triton.cdiv(W, block)](
-            _words(x), starts, rows, _words(out), x.stride(0), T, W, AT_ONCE=_AT_ONCE, BLOCK=block
-        )
-        _clear[max(1, triton.cdiv(T, 64)),](choice, _words(out), T, W, ROWS=64, BLOCK=128)
+def scatter(values: torch.Tensor, choice: torch.Tensor, size: int) -> torch.Tensor:
+    """(size,): every value (T,) where its choice is, which no other is; zeros elsewhere. A choice of -1 is nowhere."""
+    out = torch.zeros(size, dtype=values.dtype, device=values.device)
+    T = values.shape[0]
+    if T:
+        with on_device(values):
+            _scatter[cdiv(T, 1024),](values, choice, out, T, BLOCK=1024)
     return out
+
+
+def copies(x, choice: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, num: int, beside=None):
+    """`gather` without weights of a whole map, faster where rows are long: those of x do not fit into the cache.
+
+    beside: a matrix (N, B), whose rows are copied too: the result is of both. One launch where its rows are short.
+    """
+    T, (N, W) = choice.shape[0], x.shape
+    if W * x.element_size() < _LONG or not N:
+        made = gather(x, choice, num)
+        return made if beside is None else (made, gather(beside, choice, num))
+    if beside is not None and not 0 < beside.shape[1] <= _BESIDE:
+        return copies(x, choice, starts, rows, num), copies(beside, choice, starts, rows, num)
+    out, block = torch.empty((T, W), dtype=x.dtype, device=x.device), min(_BLOCK, power_of_2(W))
+    other, out_beside, wide = x, out, 0
+    if beside is not None:
+        wide = beside.shape[1]
+        other, out_beside = beside, torch.empty((T, wide), dtype=beside.dtype, device=x.device)
+    with on_device(x):
+        _copy[N + cdiv(T, _CLEARED), cdiv(W, block)](
+            _words(x), starts, rows, choice, _words(out), _words(other), _words(out_beside), x.stride(0), other.stride(0),
+            N, T, W, wide, AT_ONCE=_AT_ONCE, BLOCK=block, BESIDE=power_of_2(wide) if wide else 0, CLEARED=_CLEARED,
+        )  # fmt: skip
+    return out if beside is None else (out, out_beside)
 
 
 def sums(x, starts: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
     """(N, W): of every row of the smaller tensor the sum of its rows of x (T, W), times weights (T,)."""
     N, (T, W) = starts.shape[0] - 1, x.shape
     out = torch.empty(N, W, dtype=x.dtype, device=x.device)
-    block = min(_BLOCK, triton.next_power_of_2(max(W, 1)))
+    block = min(_BLOCK, power_of_2(max(W, 1)))
     if out.numel():
         weighted = weights is not None
         with on_device(x):
-            _sum[N, triton.cdiv(W, block)](
+            _sum[N, cdiv(W, block)](
                 x, starts, rows, weights if weighted else rows, out, x.stride(0), min(T, rows.shape[0]), W,
                 WEIGHTED=weighted, AT_ONCE=_AT_ONCE, BLOCK=block, num_warps=8 if block == _BLOCK else 4,
             )  # fmt: skip
@@ -187,10 +228,10 @@ def dots(x: torch.Tensor, y: torch.Tensor, choice: torch.Tensor, num: int) -> to
 
 def scale_rows(y: torch.Tensor, by_row: torch.Tensor, by_col: torch.Tensor, group: torch.Tensor) -> torch.Tensor:
     """y (T, W) in place: times by_row (T,), then by_col (E, W) of the row's group (T,), in FP32, rounded once."""
-    (T, W), block = y.shape, min(_BLOCK, triton.next_power_of_2(y.shape[1]))
+    (T, W), block = y.shape, min(_BLOCK, power_of_2(y.shape[1]))
     if T:
         with on_device(y):
-            _scale[triton.cdiv(T, _ROWS), triton.cdiv(W, block)](
+            _scale[cdiv(T, _ROWS), cdiv(W, block)](
                 y, by_row, by_col, group, y.stride(0), T, W, ROWS=_ROWS, BLOCK=block
             )
     return y

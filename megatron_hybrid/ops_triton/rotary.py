@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .launch import on_device
+from .launch import on_device, power_of_2
 
 _HEADS = 16  # a tile
 
@@ -95,7 +95,7 @@ def _run(mixed, cos, sin, q, k, v, *, backward: bool) -> None:
         _split_rotate[S * B,](
             mixed, cos, sin, q, k, v, B, cos.stride(0), stride_b,
             G=G, R=heads // G, D=D, HALF=half, BACKWARD=backward, HEADS=_HEADS,
-            HALF_BLOCK=triton.next_power_of_2(half), REST_BLOCK=triton.next_power_of_2(max(1, D - 2 * half)),
+            HALF_BLOCK=power_of_2(half), REST_BLOCK=power_of_2(max(1, D - 2 * half)),
         )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device
+from .launch import cdiv, on_device
 
 _MOST_PROGRAMS = 1024
 _SCALES_AT_ONCE = 1024
@@ -178,8 +178,8 @@ class Tiles(NamedTuple):
     def of(x: torch.Tensor) -> Tiles:
         """Squarer ones where x does not lie as the codes do, so that both are read in runs."""
         rows, columns = (8, 256) if x.stride(1) == 1 else (32, 64)
-        across = triton.cdiv(x.shape[1], columns)
-        return Tiles(rows, columns, across, across * triton.cdiv(x.shape[0], rows))
+        across = cdiv(x.shape[1], columns)
+        return Tiles(rows, columns, across, across * cdiv(x.shape[0], rows))
 
     @property
     def programs(self) -> int:
@@ -228,7 +228,7 @@ def scales(scale: torch.Tensor, above: float, lowest: int, highest: int) -> Scal
     Exponents below the lowest, of zeros too, count as the lowest; those of Inf and NaN as the highest.
     """
     flat = scale.contiguous().view(-1)
-    programs = min(triton.cdiv(flat.shape[0], _SCALES_AT_ONCE), _MOST_PROGRAMS)
+    programs = min(cdiv(flat.shape[0], _SCALES_AT_ONCE), _MOST_PROGRAMS)
     parts = torch.empty(2, programs, dtype=torch.float32, device=scale.device)
     bins = torch.empty(programs, _BINS, dtype=torch.int32, device=scale.device)
     with on_device(scale):

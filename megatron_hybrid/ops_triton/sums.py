@@ -6,14 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import as_rows, on_device
+from .launch import as_rows, cdiv, on_device
 
 _MOST_PARTS = 1024
 
 
 def rows_in_a_part(rows: int, least: int) -> int:
     """How many rows one program sums: from the shape alone, so that the order of the sum is the same everywhere."""
-    return max(least, triton.cdiv(triton.cdiv(rows, _MOST_PARTS), least) * least)
+    return max(least, cdiv(cdiv(rows, _MOST_PARTS), least) * least)
 
 
 @triton.jit
@@ -33,9 +33,9 @@ def column_sum(x: torch.Tensor) -> torch.Tensor:
     rows = as_rows(x)
     M, N = rows.shape
     part = rows_in_a_part(M, 32)
-    parts = torch.empty(triton.cdiv(M, part), N, dtype=torch.float32, device=x.device)
+    parts = torch.empty(cdiv(M, part), N, dtype=torch.float32, device=x.device)
     with on_device(x):
-        _column_sum[parts.shape[0], triton.cdiv(N, 256)](
+        _column_sum[parts.shape[0], cdiv(N, 256)](
             rows, parts, rows.stride(0), M, N, PART=part, ROWS=8, BLOCK=256
         )
     return parts.sum(dim=0).to(x.dtype)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .launch import as_rows, on_device
+from .launch import as_rows, cdiv, on_device, power_of_2
 from .sums import column_sum
 
 _BLOCK = 2048
@@ -50,19 +50,32 @@ def _swiglu_backward(dy, x, bias, dx, dy_stride, stride, F, BIASED: tl.constexpr
 
 
 @triton.jit
-def _weighted_forward(x, weights, y, stride, F, BLOCK: tl.constexpr):
+def _place(choice, row, CHOSEN: tl.constexpr):
+    """Where a row's weight is; -1: nowhere, it is 0."""
+    if CHOSEN:
+        return tl.load(choice + row).to(tl.int64)
+    else:
+        return row
+
+
+@triton.jit
+def _weighted_forward(x, weights, choice, y, stride, F, BLOCK: tl.constexpr, CHOSEN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate, up = _load(x, x, row, col, stride, F, False)
-    weight = tl.load(weights + row).to(tl.float32)
+    place = _place(choice, row, CHOSEN)
+    weight = tl.load(weights + place, mask=place >= 0, other=0.0).to(tl.float32)
     tl.store(y + row * F + col, gate / (1.0 + tl.exp(-gate)) * up * weight, mask=col < F)
 
 
 @triton.jit
-def _weighted_backward(dy, x, weights, dx, dweights, dy_stride, stride, F, BLOCK: tl.constexpr):
+def _weighted_backward(
+    dy, x, weights, choice, dx, dweights, dy_stride, stride, F, BLOCK: tl.constexpr, CHOSEN: tl.constexpr
+):  # fmt: skip
     """A program a row, so that the row's sum is in one place."""
     row = tl.program_id(0).to(tl.int64)
-    weight = tl.load(weights + row).to(tl.float32)
+    place = _place(choice, row, CHOSEN)
+    weight = tl.load(weights + place, mask=place >= 0, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), tl.float32)
     for start in range(0, F, BLOCK):
         col = start + tl.arange(0, BLOCK)
@@ -73,7 +86,7 @@ def _weighted_backward(dy, x, weights, dx, dweights, dy_stride, stride, F, BLOCK
         d *= weight
         tl.store(dx + row * 2 * F + col, d * up * s * (1.0 + gate * (1.0 - s)), mask=col < F)
         tl.store(dx + row * 2 * F + F + col, d * gate * s, mask=col < F)
-    tl.store(dweights + row, tl.sum(total, axis=0))
+    tl.store(dweights + place, tl.sum(total, axis=0), mask=place >= 0)
 
 
 def product(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,7 +94,7 @@ def product(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     M, F = x.shape[0], x.shape[1] // 2
     y = torch.empty(M, F, dtype=x.dtype, device=x.device)
     with on_device(x):
-        _swiglu_forward[M, triton.cdiv(F, _BLOCK)](
+        _swiglu_forward[M, cdiv(F, _BLOCK)](
             x, x if bias is None else bias, y, x.stride(0), F, BIASED=bias is not None, BLOCK=_BLOCK
         )
     return y
@@ -92,7 +105,7 @@ def gradient(dy: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None
     M, F = x.shape[0], x.shape[1] // 2
     dy, dx = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device)
     with on_device(x):
-        _swiglu_backward[M, triton.cdiv(F, _BLOCK)](
+        _swiglu_backward[M, cdiv(F, _BLOCK)](
             dy, x, x if bias is None else bias, dx, dy.stride(0), x.stride(0), F,
             BIASED=bias is not None, BLOCK=_BLOCK,
         )  # fmt: skip
@@ -127,35 +140,46 @@ class WeightedSwigluFunction(torch.autograd.Function):
     """See `weighted_swiglu`."""
 
     @staticmethod
-    def forward(ctx, x, weights):
+    def forward(ctx, x, weights, where):
         x, weights = as_rows(x), weights.contiguous()
         ctx.save_for_backward(x, weights)
+        ctx.where = where
         M, F = x.shape[0], x.shape[1] // 2
         y, block = torch.empty(M, F, dtype=x.dtype, device=x.device), _block(F)
         if M:
             with on_device(x):
-                _weighted_forward[M, triton.cdiv(F, block)](x, weights, y, x.stride(0), F, BLOCK=block)
+                _weighted_forward[M, cdiv(F, block)](
+                    x, weights, _choice(weights, where), y, x.stride(0), F, BLOCK=block, CHOSEN=where is not None
+                )
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weights = ctx.saved_tensors
+        (x, weights), where = ctx.saved_tensors, ctx.where
         M, F = x.shape[0], x.shape[1] // 2
-        dy, dx, dweights = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device), torch.empty_like(weights)
+        dy, dx = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        dweights = torch.empty_like(weights) if where is None else torch.zeros_like(weights)
         if M:
             with on_device(x):
                 _weighted_backward[M,](
-                    dy, x, weights, dx, dweights, dy.stride(0), x.stride(0), F, BLOCK=_block(F)
-                )
-        return dx, dweights
+                    dy, x, weights, _choice(weights, where), dx, dweights, dy.stride(0), x.stride(0), F, BLOCK=_block(F),
+                    CHOSEN=where is not None,
+                )  # fmt: skip
+        return dx, dweights, None
+
+
+def _choice(weights: torch.Tensor, where) -> torch.Tensor:
+    """The rows' places among the weights, or a tensor that is not read."""
+    return weights if where is None else where.choice
 
 
 def _block(F: int) -> int:
     """Columns of a program: all of a narrow row's."""
-    return min(_BLOCK // 2, triton.next_power_of_2(F))
+    return min(_BLOCK // 2, power_of_2(F))
 
 
-def weighted_swiglu(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`silu(gate) * up * weight` (M, F) of rows x (M, 2F) holding gate, then up; weights (M,), one a row."""
-    return WeightedSwigluFunction.apply(x, weights)
+def weighted_swiglu(x: torch.Tensor, weights: torch.Tensor, where=None) -> torch.Tensor:
+    """`silu(gate) * up * weight` (M, F) of rows x (M, 2F) holding gate, then up; weights (M,), one a row, or with a `RowMap` of
+    M rows (N, E), of which the rows chose theirs."""
+    return WeightedSwigluFunction.apply(x, weights, where)

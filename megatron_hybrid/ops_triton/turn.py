@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .launch import on_device
+from .launch import cdiv, on_device
 
 _WORD = 4  # bytes
 _WORDS, _COLS = 32, 128  # of a program: words that become a run, and how many such runs
@@ -52,7 +52,7 @@ def turn(x: torch.Tensor) -> torch.Tensor:
     ints = _INTEGERS[size]
     to = out.view(_INTEGERS[size * pack])
     words = R // pack
-    tiles = triton.cdiv(words, _WORDS), triton.cdiv(C, _COLS)
+    tiles = cdiv(words, _WORDS), cdiv(C, _COLS)
     with on_device(x):
         _turn[B * tiles[0] * tiles[1],](
             x.view(ints), to, x.stride(0), x.stride(1), C, words, *tiles, PACK=pack, WORDS=_WORDS, COLS=_COLS

@@ -178,6 +178,23 @@ def check_weighted_swiglu(device):
         assert torch.equal(y_spread, y) and torch.equal(spread.grad, weights.grad)
 
 
+def check_weighted_swiglu_of_tokens(device):
+    """Weights of tokens and experts, of which rows choose theirs or none: bits as with each row's own weight."""
+    routed = routing(6, 4, 2, seed=1, device=device, exact=False)
+    where = permutation.RowMap.of(routed, 12)  # the last rows chose nothing
+    for dtype in (FP32, BF16):
+        x = randn(12, 2 * 40, seed=2, device=device).requires_grad_()
+        dy, weights = randn(12, 40, seed=3, device=device), randn(6, 4, seed=4, device=device, dtype=dtype).requires_grad_()
+        results = []
+        for by_rows in (False, True):
+            x.grad = weights.grad = None
+            given = (permutation.permute_probs(weights, where),) if by_rows else (weights, where)
+            y = swiglu.weighted_swiglu(x, *given)
+            y.backward(dy)
+            results.append((y.detach(), x.grad, weights.grad))
+        assert (where.choice < 0).any() and all(map(torch.equal, *results))
+
+
 def routing(tokens, experts, most, *, seed, device, exact=True):
     """bool (tokens, experts): `most` experts a token, or up to as many; the last expert gets none where it may."""
     g = torch.Generator().manual_seed(seed)
@@ -214,6 +231,10 @@ def check_copies_and_sums_of_rows(device):
         for rows_of_any_size in (wide, wide.contiguous().view(torch.uint8)):
             found = permute.copies(rows_of_any_size, choice, starts, rows, experts)
             assert torch.equal(found.view(dtype), copied)
+            for beside in (x, x[:, :1], wide, torch.arange(tokens * 3, device=device).view(tokens, 3).to(torch.uint8)):
+                found, short = permute.copies(rows_of_any_size, choice, starts, rows, experts, beside)
+                assert torch.equal(found.view(dtype), copied)
+                assert torch.equal(short, torch.where((choice >= 0)[:, None], beside[token], 0))
         y, w = randn(num_rows, 40, seed=3, device=device, dtype=dtype), randn(num_rows, seed=4, device=device, dtype=FP32)
         of = torch.zeros(tokens, num_rows, dtype=torch.float64, device=device)
         of[token[choice >= 0], torch.arange(num_rows, device=device)[choice >= 0]] = 1
@@ -223,6 +244,10 @@ def check_copies_and_sums_of_rows(device):
             if weights is not None:
                 weighted = copies.double() * w.double()[:, None]
                 within(permute.gather(x, choice, experts, weights), weighted, half_ulp(dtype), U32 * weighted.abs())
+        values = randn(num_rows, seed=6, device=device, dtype=dtype)
+        placed = torch.zeros(tokens * experts, device=device, dtype=dtype)
+        placed[choice[choice >= 0].long()] = values[choice >= 0]
+        assert torch.equal(permute.scatter(values, choice, tokens * experts), placed)
         products = copies.double() * y.double()
         within(permute.dots(x, y, choice, experts), products.sum(1), half_ulp(FP32), 42 * U32 * products.abs().sum(1))
 

@@ -30,9 +30,11 @@ from megatron_hybrid.ops_triton.norm import norm
 from megatron_hybrid.ops_triton.rotary import split_rotate
 from megatron_hybrid.ops_triton.sums import column_sum
 from megatron_hybrid.ops_triton.swiglu import swiglu, weighted_swiglu
+from megatron_hybrid.permutation import RowMap
 from megatron_hybrid.storage import QuantizedStorage
 
 HOPPER = GPUTarget("cuda", 90, 32)
+FLAGS = ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "WEIGHTED", "BESIDE", "CHOSEN")  # that tell kernels apart
 compiled: dict[str, list] = {}
 
 
@@ -48,7 +50,7 @@ def compile_only() -> None:
 
     def warm(self, *args, grid, warmup, **kwargs):
         kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
-        flags = "".join(f" {k}" for k in ("MEAN", "RESIDUAL", "BIASED", "BACKWARD", "FAST", "ADD", "WEIGHTED") if kwargs.get(k))
+        flags = "".join(f" {k}" for k in FLAGS if kwargs.get(k))
         flags += f" {kwargs['SCALED']}" if "SCALED" in kwargs else ""
         flags += f" {kwargs['PACK']}" if "PACK" in kwargs else ""
         if self.fn is grouped_gemm._rows.fn and args[4].dtype == torch.float32:
@@ -132,12 +134,16 @@ def moved(tokens=64, E=128, K=2048, F=768) -> None:
     y, weights = permute.gather(x, choice, E), torch.zeros(8 * tokens)
     permute.gather(x, choice, E, weights)
     permute.copies(x, choice, starts, rows, E)
+    permute.copies(x.view(torch.uint8), choice, starts, rows, E, torch.zeros(tokens, K // 128))
     for w in (None, weights):
         permute.sums(y, starts, rows, w)
     permute.dots(x, y, choice, E)
+    permute.scatter(weights, choice, tokens * E)
     permute.scale_rows(y, weights, torch.zeros(E, K), rows.long())
     gated = torch.zeros(8 * tokens, 2 * F, dtype=torch.bfloat16, requires_grad=True)
     weighted_swiglu(gated, weights.requires_grad_()).sum().backward()
+    probs = torch.zeros(tokens, E, requires_grad=True)
+    weighted_swiglu(gated, probs, RowMap(choice, starts, rows, E)).sum().backward()
 
 
 if __name__ == "__main__":
