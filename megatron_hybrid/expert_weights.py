@@ -6,6 +6,8 @@ the same formats, and scales that do not span an expert, their payloads lie in c
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from .grouped import ExpertRuntimes
@@ -75,11 +77,14 @@ class HoldsExpertWeights(HoldsWeight):
 
     def weights(self) -> list[torch.Tensor]:
         """The weight (N, K) of every expert."""
-        return [self.weight_of(e) for e in range(self.num_gemms)]
+        if self.weight is not None:
+            return [self.weight[e] for e in range(self.num_gemms)]
+        parameters = self._parameters
+        return [parameters[name] for name in _names(self.num_gemms)]
 
     def weight_of(self, local_expert: int) -> torch.Tensor:
         """One expert's (N, K)."""
-        return self._parameters[f"weight{local_expert}"] if self.weight is None else self.weight[local_expert]
+        return self._parameters[_names(self.num_gemms)[local_expert]] if self.weight is None else self.weight[local_expert]
 
     @property
     def weight_device(self) -> torch.device:
@@ -90,7 +95,7 @@ class HoldsExpertWeights(HoldsWeight):
         """`ExpertRuntimes.forward`, or `.each` over quantized weights."""
         if self.weight is None:
             return self.hq.each(x, self.weights(), bias, m_splits, training=self.training)
-        return self.hq(x, self.weight, bias, m_splits, training=self.training)
+        return self.hq.forward(x, self.weight, bias, m_splits, training=self.training)
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Takes one weight for all experts, or one an expert, whichever this module has."""
@@ -106,6 +111,12 @@ class HoldsExpertWeights(HoldsWeight):
             state_dict[whole] = torch.stack(plain)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.leave_payloads()
+
+
+@functools.lru_cache(maxsize=None)
+def _names(num: int) -> tuple[str, ...]:
+    """Of the experts' parameters."""
+    return tuple(f"weight{e}" for e in range(num))
 
 
 def _has_planned_formats(weight: torch.Tensor, runtime: LinearRuntime) -> bool:

@@ -30,7 +30,7 @@ from .linear import (
 )
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .roles import ModuleRole
-from .runtime import LinearRuntime
+from .runtime import Changes, LinearRuntime
 from .saved import main_grad, placeholder_gradient, save_for_backward
 from .tensor import HybridTensor
 from .weight_cache import WeightCache
@@ -54,18 +54,26 @@ class ExpertRuntimes(torch.nn.ModuleList):
         )
         self.weight_rows = weight_rows
         self.one_by_one = False  # True: the loop over experts, always (tests)
+        self._changes = Changes()
+        for runtime in self:
+            runtime.changes = self._changes
         self._how: tuple | None = None  # (what it was found for, `how`)
         self.stack = ExpertStack()  # of weights that live quantized
 
     @property
+    def first(self) -> LinearRuntime:
+        """Of the first expert. `self[0]`, which takes a multiple of the time."""
+        return self._modules["0"]
+
+    @property
     def comm(self) -> Communication:
         """Between the ranks that split the experts' operands."""
-        return self[0].ranks or LOCAL
+        return self.first.ranks or LOCAL
 
     @property
     def changes(self) -> int:
         """Grows with every change of an expert's plan."""
-        return sum([runtime.changes for runtime in self])
+        return self._changes.count
 
     def plans(self, device) -> list[GemmPlan]:
         """One an expert."""
@@ -128,7 +136,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
         if (gathered or type(weight) is torch.nn.Parameter) and self._may_run_at_once(x, weight):
             how = self.how_each(weight.experts) if gathered else self.how(weight)
             if isinstance(how, GroupedPlan):
-                call = self[0].call(weight.device, self.comm, training=training)
+                call = self.first.call(weight.device, self.comm, training=training)
                 return grouped_at_once(x, [weight], bias, GroupedCall(how, call, groups, self.stack if gathered else None))
         return groups.result_of(self._one_by_one(groups.rows_of(x), weight, bias, groups.host, training))
 
@@ -139,7 +147,7 @@ class ExpertRuntimes(torch.nn.ModuleList):
         if self._may_run_at_once(x, weights[0]):
             how = self.how_each(weights)
             if isinstance(how, GroupedPlan):
-                call = self[0].call(weights[0].device, self.comm, training=training)
+                call = self.first.call(weights[0].device, self.comm, training=training)
                 return grouped_at_once(x, weights, bias, GroupedCall(how, call, groups, self.stack))
         outputs, start, x = [], 0, groups.rows_of(x)
         for e, (runtime, weight, x_e) in enumerate(zip(self, weights, x.split(groups.host))):
@@ -151,7 +159,8 @@ class ExpertRuntimes(torch.nn.ModuleList):
     def _may_run_at_once(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether nothing but plans and weights could ask for one expert after another."""
         plain = type(x) in (torch.Tensor, HybridTensor) and x.dtype == weight.dtype and x.shape[0] > 0
-        watched = self[0].observer is not None or self[0].nan_check is not None
+        first = self.first
+        watched = first.observer is not None or first.nan_check is not None
         return plain and not watched and not _traced_or_autocast(x)
 
     def _one_by_one(self, x, weight, bias, splits: list[int], training: bool) -> torch.Tensor:

@@ -6,6 +6,7 @@ expert has the same plan and a cast of all groups gives the bytes of a cast of e
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -14,11 +15,12 @@ from torch.autograd.function import once_differentiable
 from .expert_stack import ExpertStack
 from .formats import COLUMNWISE, ROWWISE, shares_codes
 from .gemm import grouped as gemms
-from .grouped_columns import rows_and_columns
+from .grouped_casts import GroupedCasts
 from .groups import Groups
-from .linear import LinearCall, main_grad, placeholder_gradient, save_for_backward
+from .linear import LinearCall
 from .permutation import RowMap, sum_rows
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
+from .saved import main_grad, placeholder_gradients, save_for_backward
 from .stacked import GroupedColumns, StackedWeight, columns_alignment, copied_rows, unstackable
 from .storage import QuantizedStorage
 from .tensor import HybridTensor
@@ -31,6 +33,7 @@ class GroupedPlan:
     plans       one an expert, equal but for their names
     fprop, dgrad, wgrad    backends of gemm/grouped.py
     alignment   the multiple of rows at which groups begin in wgrad's operands: what its formats and its backend need
+    shape, dtype    (N, K) of a weight; of tensors in high precision
     """
 
     plans: tuple[GemmPlan, ...]
@@ -38,6 +41,16 @@ class GroupedPlan:
     dgrad: gemms.GroupedBackend
     wgrad: gemms.GroupedBackend
     alignment: int
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    @functools.cached_property
+    def casts(self) -> dict[str, GroupedCasts]:
+        """Of input and grad_output."""
+        (N, K), found = self.shape, {}
+        for operand, width in ((INPUT, K), (GRAD_OUTPUT, N)):
+            found[operand] = GroupedCasts(self.plans[0], operand, width, self.dtype, self.alignment)
+        return found
 
     def __str__(self) -> str:
         names = ", ".join(f"{gemm} {getattr(self, gemm).name}" for gemm in ("fprop", "dgrad", "wgrad"))
@@ -56,9 +69,9 @@ def why_not(plans: list[GemmPlan], shape: tuple[int, int]) -> str | None:
 def build(plans: list[GemmPlan], shape: tuple[int, int], dtype: torch.dtype) -> GroupedPlan:
     """The plan of experts for which `why_not` says None."""
     first = plans[0]
-    chosen = {gemm: gemms.choose(step, shape, dtype) for gemm, step in first.steps().items()}
+    chosen = {gemm: gemms.choose(step, shape, dtype).prepared(step.pair) for gemm, step in first.steps().items()}
     need = [columns_alignment(first), chosen["wgrad"].alignment(first.wgrad.pair)]
-    return GroupedPlan(tuple(plans), **chosen, alignment=max(need))  # powers of two
+    return GroupedPlan(tuple(plans), **chosen, alignment=max(need), shape=shape, dtype=dtype)  # powers of two
 
 
 @dataclass(frozen=True)
@@ -74,22 +87,20 @@ class GroupedCall:
         """x as it is cast, and whose copies the T rows are then (None: x has them). Tokens are cast before they are
         copied where the copies' casts would be the same."""
         copies = self._copies(operand)
-        if copies is None or self._casts_tokens(operand):
+        if copies is None or self.how.casts[operand].casts_tokens:
             return x, copies
         return copies.expand(x), None
 
     def _copies(self, operand: str) -> RowMap | None:
         return self.groups.copies if operand == INPUT else self.groups.sums
 
-    def _casts_tokens(self, operand: str) -> bool:
-        """A cast by rows of what no rank has another part of; copies draw random bits of their own."""
-        row, plan = self.call.plan.quantizers[operand].rowwise, self.call.plan
-        return row.is_quantized and not row.sr and operand not in plan.reduced
-
     def rows(self, operand: str, x: torch.Tensor) -> QuantizedStorage:
         """The rowwise payload of x; a `HybridTensor` brings it."""
         if isinstance(x, HybridTensor):
             return self.call.plan.held_payloads(operand, x, True, False)[0]
+        watched = self.call.plan is not self.how.plans[0]  # by who wants to see every cast
+        if not watched and (made := self.how.casts[operand].rows(x)) is not None:
+            return made
         amax = self.call.start_amaxes(operand, x, True, False)()
         return self.call.plan.quantize(operand, x, rowwise=True, amax=amax, **self.call.keys(operand))[0]
 
@@ -98,20 +109,21 @@ class GroupedCall:
         if isinstance(source, QuantizedStorage):
             source = source.dequantize(source.dtype)
         plan, layout = self.call.plan, self.groups.layout(self.how.alignment)
+        if (made := self.how.casts[operand].columns(source, layout, copies)) is not None:
+            return GroupedColumns(made, layout)
         return GroupedColumns.make(
             source, plan.quantizers[operand].columnwise, layout, copies, transposed=plan.transposed(operand)
         )
 
     def both(self, operand: str, x: torch.Tensor, copies: RowMap | None) -> tuple[QuantizedStorage, GroupedColumns]:
         """The T rows by rows and by columns, from one read of x where its formats and the device have that."""
-        quantizer, layout = self.call.plan.quantizers[operand], self.groups.layout(self.how.alignment)
-        alone = operand not in self.call.plan.reduced  # else amaxes of other ranks come between
-        if alone and type(x) is torch.Tensor and copies is None and not quantizer.derives_columnwise:
-            found = rows_and_columns(x, *quantizer.formats(), layout)
+        if type(x) is torch.Tensor and copies is None:
+            layout = self.groups.layout(self.how.alignment)
+            found = self.how.casts[operand].both(x, layout)
             if found is not None:
                 return found[0], GroupedColumns(found[1], layout)
-        row = self.rows(operand, x)
-        return copied_rows(row, copies), self.columns(operand, row if quantizer.derives_columnwise else x, copies)
+        row, derived = self.rows(operand, x), self.call.plan.quantizers[operand].derives_columnwise
+        return copied_rows(row, copies), self.columns(operand, row if derived else x, copies)
 
     def weight(self, weights: list[torch.Tensor], *, rowwise=False, columnwise=False):
         """(rowwise, columnwise) payloads of the weights: those held, from the cache where there is one, or cast."""
@@ -138,7 +150,7 @@ class GroupedCall:
         """The columnwise payload, from what forward kept."""
         if isinstance(kept, QuantizedStorage) and kept.direction == COLUMNWISE:
             return GroupedColumns(kept, self.groups.layout(self.how.alignment))
-        return self.columns(INPUT, kept, self._copies(INPUT) if self._casts_tokens(INPUT) else None)
+        return self.columns(INPUT, kept, self._copies(INPUT) if self.how.casts[INPUT].casts_tokens else None)
 
     def kept_weight(self, kept: torch.Tensor | QuantizedStorage) -> StackedWeight:
         """The columnwise payload, from what forward kept."""
@@ -159,10 +171,12 @@ class GroupedCall:
             dw = contract(self.how.plans, dy_col, x_col, dtype)
             return [dw] if one else list(dw.unbind())
         contract(self.how.plans, dy_col, x_col, dtype, totals[0] if one else totals)
-        return [placeholder_gradient(weight) for weight in weights]
+        return placeholder_gradients(weights)
 
     def _stack(self, weight: torch.Tensor, direction: str) -> StackedWeight:
         fmt = getattr(self.call.plan.quantizers[WEIGHT], direction)
+        if not fmt.is_quantized:
+            return StackedWeight(weight, direction, fmt, weight.shape[0])
         return StackedWeight.make(weight, fmt, direction, reduce_amax=self.call.reduce_amax(WEIGHT, direction))
 
     def _cast_weight(self, weight, *, rowwise, columnwise):
@@ -192,21 +206,28 @@ class GroupedAtOnceFunction(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dy):
-        call, weights, needs = ctx.call, ctx.weights, ctx.wanted
-        how, plans, groups = call.how, call.how.plans, call.groups
-        x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
-        dx, dws, db = None, [None] * len(weights), None
-        dy_row, dy_col = call.gradient(dy, *needs[:2])
-        if needs[0]:
-            dx = how.dgrad.rows("dgrad", plans, dy_row, call.kept_weight(w_kept), groups, ctx.dtype)
-            dx = dx if groups.copies is None else sum_rows(dx, groups.copies)
-        if needs[1]:
-            dws = call.weight_gradients(dy_col, call.kept_input(x_kept), weights)
-        if needs[2]:
-            db = group_sums(dy if groups.sums is None else groups.sums.expand(dy), groups)
-        return dx, db, None, *dws
+        # as lean.py has it: what refuses a second derivative costs host time
+        return _backward_once(ctx, dy) if torch.is_grad_enabled() else _backward(ctx, dy)
+
+
+def _backward(ctx, dy):
+    call, weights, needs = ctx.call, ctx.weights, ctx.wanted
+    how, plans, groups = call.how, call.how.plans, call.groups
+    x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
+    dx, dws, db = None, [None] * len(weights), None
+    dy_row, dy_col = call.gradient(dy, *needs[:2])
+    if needs[0]:
+        dx = how.dgrad.rows("dgrad", plans, dy_row, call.kept_weight(w_kept), groups, ctx.dtype)
+        dx = dx if groups.copies is None else sum_rows(dx, groups.copies)
+    if needs[1]:
+        dws = call.weight_gradients(dy_col, call.kept_input(x_kept), weights)
+    if needs[2]:
+        db = group_sums(dy if groups.sums is None else groups.sums.expand(dy), groups)
+    return dx, db, None, *dws
+
+
+_backward_once = once_differentiable(_backward)
 
 
 def forward(x, weights, bias, call: GroupedCall, *, keep_input: bool, keep_weight: bool):

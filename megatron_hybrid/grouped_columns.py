@@ -1,18 +1,17 @@
 """Columnwise casts of FP8 for all groups at once: a scale for every group and column, or for every 128 rows of a group.
 
-The arithmetic is docs/numerics.md's FP32 rule: on a GPU in the casts of csrc/cuda, with the map of blocks from Triton,
-in torch operations elsewhere; tests hold both to the bytes of casts of each group alone.
+The arithmetic is docs/numerics.md's FP32 rule: on a GPU in the casts of csrc/cuda, in torch operations elsewhere; tests hold
+both to the bytes of casts of each group alone.
 """
 
 from __future__ import annotations
 
 import torch
 
-from . import ops_triton
+from . import kernels, ops_triton
 from .formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
 from .gemm.scaled_mm import BLOCK, ROW, scale_kind
 from .groups import Layout
-from .kernels import Side, amax_groups, cast_groups
 from .ops_triton.launch import as_rows
 from .permutation import RowMap
 from .scaling import FLT_MAX
@@ -63,38 +62,60 @@ def with_torch(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | No
 
 def with_kernels(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None) -> QuantizedStorage:
     """`row_scaled_columns` in two reads of x, `block_columns` in one; on CUDA, groups begin at multiples of 128."""
-    return both_with_kernels(x, None, fmt, layout, copies)[1]
+    return GroupCast(None, fmt)(x, layout, copies)[1]
 
 
-def rows_and_columns(x: torch.Tensor, row: Format, col: Format, layout: Layout):
-    """(rowwise payload, columnwise payload spread out by `layout`) of x (T, K) from one read of it, two where scales are
-    of whole rows or columns; None where this device or these formats need a cast each."""
-    known = all(scale_kind(fmt) in (ROW, BLOCK) for fmt in (row, col))
-    if known and x.shape[1] % _ALIGNED == 0 and _has_kernels(x, layout):
-        return both_with_kernels(x, row, col, layout)
-    return None
+def goes_together(row: Format, col: Format, K: int) -> bool:
+    """Whether one read of a tensor with K columns gives payloads in these formats."""
+    return K % _ALIGNED == 0 and all(scale_kind(fmt) in (ROW, BLOCK) for fmt in (row, col))
 
 
-def both_with_kernels(x: torch.Tensor, row: Format | None, col: Format, layout: Layout, copies: RowMap | None = None):
-    """`rows_and_columns`; (None, columnwise payload) where `row` is None, as it is with `copies`."""
+def goes_by_group(fmt: Format, dtype: torch.dtype, align: int, device, *, transposed: bool) -> bool:
+    """Whether columns in this format are made by `with_kernels`. device: a torch device, or its kind."""
+    has = dtype in _SOURCES and align == _BLOCK_ROWS and ops_triton.reason(device) is None
+    return has and (scale_kind(fmt) == ROW or (scale_kind(fmt) == BLOCK and transposed))
 
-    def side(fmt: Format, codes, of_whole, of_blocks, amax, **how) -> Side:
-        whole = scale_kind(fmt) == ROW
-        codes = torch.empty(codes, dtype=torch.uint8, device=x.device)
-        scale = torch.empty(of_whole if whole else of_blocks, device=x.device)
-        return Side(fmt, codes, scale, amax if whole else None, **how)
 
-    x = as_rows(x)
-    K, where, of_columns, of_rows = x.shape[1], layout.blocks, None, None
-    T = x.shape[0] if copies is None else copies.num_rows
-    whole_rows = row is not None and scale_kind(row) == ROW
-    if whole_rows or scale_kind(col) == ROW:
-        of_columns, of_rows = amax_groups(x, where, T, rows=whole_rows, copies=copies)
-    columns = side(col, (K, layout.rows), (layout.groups.num, K), (where.count, K), of_columns, transposed=True)
-    rows = None if row is None else side(row, (T, K), (T, 1), (T, -(-K // layout.align)), of_rows)
-    cast_groups(x, rows, columns, where, T, copies)
-    payload = QuantizedStorage(col, COLUMNWISE, (layout.rows, K), x.dtype, True, columns.qdata, columns.scale)
-    return None if rows is None else QuantizedStorage(row, ROWWISE, (T, K), x.dtype, False, rows.qdata, rows.scale), payload
+class GroupCast:
+    """Columns of all groups and the rows beside them, from one read of a tensor, two where scales are of whole rows or
+    columns; on CUDA. Everything is found here that does not depend on the tensors.
+
+    row: None, or a format that `goes_together` with the columns'.
+    """
+
+    def __init__(self, row: Format | None, col: Format):
+        self.row, self.column, device = row, col, torch.device("cuda")
+        self._row_spec = None if row is None else kernels.spec(row, ROWWISE, device)
+        self._column_spec = kernels.spec(col, COLUMNWISE, device)
+        self._whole_rows, self._whole_columns = (f is not None and scale_kind(f) == ROW for f in (row, col))
+
+    def __reduce__(self):
+        return GroupCast, (self.row, self.column)
+
+    def __call__(self, x: torch.Tensor, layout: Layout, copies: RowMap | None = None):
+        """(rowwise payload or None, columnwise payload spread out by `layout`) of x (T, K).
+
+        copies: as `row_scaled_columns`'s, without rows.
+        """
+        x, where, device = as_rows(x), layout.blocks, x.device
+        (T, K), rows, memory, of_columns, of_rows = x.shape, None, None, 0, 0
+        groups = kernels.groups_of(where, T if copies is None else copies.num_rows, copies)
+        if self._whole_rows or self._whole_columns:
+            memory, of_columns, of_rows = kernels.amax_groups(x, groups, rows=self._whole_rows)
+        by_row = None
+        if self.row is not None:
+            blocks = 1 if self._whole_rows else -(-K // layout.align)
+            codes = torch.empty((T, K), dtype=torch.uint8, device=device)
+            scale = torch.empty((T, blocks), dtype=torch.float32, device=device)
+            rows = QuantizedStorage.of(self.row, ROWWISE, (T, K), x.dtype, False, codes, scale)
+            by_row = (self._row_spec, codes.data_ptr(), False, scale.data_ptr(), of_rows, False, 0, 0)
+        whole = self._whole_columns
+        codes = torch.empty((K, layout.rows), dtype=torch.uint8, device=device)
+        scale = torch.empty((groups[2] if whole else groups[3], K), dtype=torch.float32, device=device)
+        by_column = (self._column_spec, codes.data_ptr(), True, scale.data_ptr(), of_columns if whole else 0, False, 0, 0)
+        kernels.cast_groups(x, by_row, by_column, groups)
+        del memory  # not before
+        return rows, QuantizedStorage.of(self.column, COLUMNWISE, (layout.rows, K), x.dtype, True, codes, scale)
 
 
 def _payload(shape, dtype, fmt: Format, codes: torch.Tensor, enc: torch.Tensor) -> QuantizedStorage:

@@ -210,35 +210,25 @@ def cast_directions(x: torch.Tensor, row: tuple | None, col: tuple | None, sums=
     )  # fmt: skip
 
 
-def cast_groups(x: torch.Tensor, row: Side | None, col: Side, where, num_rows: int, copies=None) -> None:
+def cast_groups(x: torch.Tensor, row: tuple | None, col: tuple, groups: tuple) -> None:
     """Columns of all groups of rows of `x` (M, K), and the rows beside them, in one read; on CUDA only.
 
     FP8 with FP32 scales of 128 elements, or of whole rows and columns, whose amaxes are float32 (rows, 1) and (E, K) then.
-    where: the map of blocks of 128 rows that begin where their group does (`ops_triton.grouped_gemm.BlockMap`). col: stored
-    (K, 128 * blocks), whole blocks, codes 0 where one has no row; scales (blocks, K) or (E, K); transposed. num_rows: of all
-    groups. copies: a RowMap: row r of these is a copy of x's row choice[r] // num_experts; without `row`.
+    row, col: described before as `Side.arguments` describes them. col: stored (K, 128 * blocks), whole blocks, codes 0 where
+    one has no row; scales (blocks, K) or (E, K); transposed. groups: what `groups_of` gives; of copies without `row`.
     """
-    groups = _groups(where, num_rows, copies)
-    rows = None if row is None else row.arguments(ROWWISE, x.device, None)
-    extension(x.device.type).quantize_pair(
-        rows, col.arguments(COLUMNWISE, x.device, None), *_matrix(x), False, 0, 0, 0, 0, 0, *_where(x), groups=groups
-    )
+    extension(x.device.type).quantize_pair(row, col, *_matrix(x), False, 0, 0, 0, 0, 0, *_where(x), groups=groups)
 
 
-def amax_groups(x: torch.Tensor, where, num_rows: int, *, rows=False, copies=None) -> tuple:
-    """Amaxes as `cast_groups` takes them, of columns (E, K) and of rows (num_rows, 1) or None, in one read; on CUDA only."""
-    num, K = where.ends.shape[0], x.shape[1]
-    both = torch.zeros(num * K + (num_rows if rows else 0), dtype=torch.float32, device=x.device)
-    columns, of_rows = both[: num * K].view(num, K), both[num * K :].view(-1, 1) if rows else None
-    extension(x.device.type).group_amax(
-        *_matrix(x), _groups(where, num_rows, copies), columns.data_ptr(), _ptr(of_rows), *_where(x)
-    )
-    return columns, of_rows
-
-
-def _groups(where, num_rows: int, copies) -> tuple:
-    choice = (0, 1) if copies is None else (copies.choice.data_ptr(), copies.num_experts)
-    return (where.ends.data_ptr(), where.blocks.data_ptr(), where.ends.shape[0], where.count, num_rows, *choice)
+def amax_groups(x: torch.Tensor, groups: tuple, *, rows: bool = False) -> tuple[torch.Tensor, int, int]:
+    """(memory, address of the columns' amaxes (E, K) in it, of the rows' (T, 1) or 0) as `cast_groups` takes them, in one
+    read of `x` (M, K); on CUDA only."""
+    num, num_rows, K = groups[2], groups[4], x.shape[1]
+    found = torch.zeros(num * K + (num_rows if rows else 0), dtype=torch.float32, device=x.device)
+    columns = found.data_ptr()
+    of_rows = columns + 4 * num * K if rows else 0
+    extension(x.device.type).group_amax(*_matrix(x), groups, columns, of_rows, *_where(x))
+    return found, columns, of_rows
 
 
 def map_groups(sizes: torch.Tensor, ends: torch.Tensor, blocks: torch.Tensor) -> None:
@@ -248,6 +238,14 @@ def map_groups(sizes: torch.Tensor, ends: torch.Tensor, blocks: torch.Tensor) ->
         sizes.data_ptr(), sizes.dtype == torch.int64, *sizes.shape, blocks.shape[1], ends.data_ptr(), blocks.data_ptr(),
         *_where(sizes)
     )  # fmt: skip
+
+
+def groups_of(where, num_rows: int, copies=None) -> tuple:
+    """Groups of rows as the functions above take them. where: the map of blocks of 128 rows that begin where their group does
+    (`ops_triton.grouped_gemm.BlockMap`). num_rows: of all groups. copies: a RowMap: row r of these is a copy of x's row
+    choice[r] // num_experts."""
+    choice = (0, 1) if copies is None else (copies.choice.data_ptr(), copies.num_experts)
+    return (where.ends.data_ptr(), where.blocks.data_ptr(), where.ends.shape[0], where.count, num_rows, *choice)
 
 
 def sum_parts(x: torch.Tensor) -> torch.Tensor | None:

@@ -23,6 +23,12 @@ from .sharding import Sharding
 from .weight_cache import WeightCache
 
 
+class Changes:
+    """How often a plan changed: of one runtime, or of all that share this."""
+
+    count = 0
+
+
 class LinearRuntime(torch.nn.Module):
     """Owns the plan of one linear on each device it runs on, and what its casts read.
 
@@ -38,7 +44,7 @@ class LinearRuntime(torch.nn.Module):
         self.recipe, self.role, self.backend, self.save_input = recipe, role, backend, save_input
         self.save_weight, self.sharding = PAYLOAD, sharding
         self.step: int | None = None
-        self.changes = 0  # of the plan
+        self.changes = Changes()  # of the plan
         self._scaled_for = {}  # buffer prefix -> the format that its scale was made for
         self.keys: RandomKeys | None = None
         self.weight_cache: WeightCache | None = None
@@ -202,7 +208,8 @@ class LinearRuntime(torch.nn.Module):
         plans = {device: self.build(recipe, device, self.step) for device in self._plans}
         if self._forward_plan is not None:
             self._superseded.append((torch._C._autograd._get_sequence_nr(), self._plans))
-        self.recipe, self._plans, self.changes = recipe, plans, self.changes + 1
+        self.recipe, self._plans = recipe, plans
+        self.changes.count += 1
         self._make_states()
         self.invalidate()
         if self.weight_owner is not None:

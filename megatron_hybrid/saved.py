@@ -52,3 +52,16 @@ def placeholder_gradient(weight) -> torch.Tensor:
     weight.grad_added_to_main_grad = True
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
+
+
+def placeholder_gradients(weights) -> list[torch.Tensor]:
+    """`placeholder_gradient` of each of several weights alike: parts of one tensor, of which an allocation each would take
+    most of a backward's host time."""
+    if len(weights) == 1:
+        return [placeholder_gradient(weights[0])]
+    zeros = False
+    for weight in weights:
+        weight.grad_added_to_main_grad = True
+        zeros = zeros or getattr(weight, "zero_out_wgrad", False)
+    first, make = weights[0], torch.zeros if zeros else torch.empty
+    return list(make((len(weights), *first.shape), dtype=first.dtype, device=first.device).unbind())

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 
 from .. import ops_triton
-from ..formats import COLUMNWISE
+from ..formats import COLUMNWISE, ROWWISE
 from ..groups import Groups
 from ..stacked import GroupedColumns, StackedWeight, rows_of
 from ..storage import FP8_DTYPES, QuantizedStorage
@@ -45,6 +45,9 @@ class GroupedBackend(Protocol):
     def alignment(self, pair: GemmPair) -> int:
         """The multiple of rows at which groups of columns must begin; 1 for fprop and dgrad."""
 
+    def prepared(self, pair: GemmPair) -> GroupedBackend:
+        """The same for one pair, with what can be decided decided."""
+
     def rows(self, gemm: str, plans, a: QuantizedStorage, w: StackedWeight, groups: Groups, dtype) -> torch.Tensor:
         """fprop or dgrad. plans: one an expert, whose counts of gemms grow."""
 
@@ -62,6 +65,9 @@ class GroupedLoop:
 
     def alignment(self, pair):
         return 1
+
+    def prepared(self, pair):
+        return self
 
     def rows(self, gemm, plans, a, w, groups, dtype):
         outputs, start = [], 0
@@ -105,6 +111,9 @@ class GroupedMm:
         quantized = pair.gemm == "wgrad" and (pair.a.is_quantized or pair.b.is_quantized)
         return _ALIGN // 2 if quantized else 1  # high precision keeps its rows as they are, contraction not contiguous
 
+    def prepared(self, pair):
+        return self if pair.is_quantized else HighPrecisionMm()
+
     def rows(self, gemm, plans, a, w, groups, dtype):
         _count(plans, gemm)
         y = torch._grouped_mm(bf16_operand(a), _bf16_stack(w).transpose(1, 2), offs=groups.layout(1).ends)
@@ -124,6 +133,22 @@ class GroupedMm:
     def contract(self, plans, a, b, dtype, accumulate_into=None):
         _count(plans, "wgrad")
         dw = torch._grouped_mm(_bf16_columns(a), _bf16_columns(b).T, offs=a.layout.ends)
+        return _finish(dw, dtype, accumulate_into)
+
+
+class HighPrecisionMm(GroupedMm):
+    """`GroupedMm` of tensors as they are."""
+
+    def rows(self, gemm, plans, a, w, groups, dtype):
+        if not isinstance(w.payload, torch.Tensor):  # parameters that live quantized in the other direction
+            return super().rows(gemm, plans, a, w, groups, dtype)
+        _count(plans, gemm)
+        b = w.payload.transpose(1, 2) if w.direction == ROWWISE else w.payload
+        return torch._grouped_mm(a.qdata, b, offs=groups.layout(1).ends)
+
+    def contract(self, plans, a, b, dtype, accumulate_into=None):
+        _count(plans, "wgrad")
+        dw = torch._grouped_mm(a.payload.qdata.t(), b.payload.qdata, offs=a.layout.ends)
         return _finish(dw, dtype, accumulate_into)
 
 
@@ -152,24 +177,51 @@ class GroupedFp8:
     def alignment(self, pair):
         return _BLOCK if pair.gemm == "wgrad" else 1
 
+    def prepared(self, pair):
+        return PreparedFp8(pair)
+
+    def rows(self, gemm, plans, a, w, groups, dtype):
+        return self.prepared(getattr(plans[0], gemm).pair).rows(gemm, plans, a, w, groups, dtype)
+
+    def contract(self, plans, a, b, dtype, accumulate_into=None):
+        return self.prepared(plans[0].wgrad.pair).contract(plans, a, b, dtype, accumulate_into)
+
+
+class PreparedFp8(GroupedFp8):
+    """`GroupedFp8` of one pair of formats."""
+
+    def __init__(self, pair: GemmPair):
+        self.kind, self.fast = _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)], _is_fast(pair)
+        self.dtypes = FP8_DTYPES[pair.a.element], FP8_DTYPES[pair.b.element]
+        self.e5m2 = pair.a.element == "e5m2", pair.b.element == "e5m2"
+
     def rows(self, gemm, plans, a, w, groups, dtype):
         _count(plans, gemm)
-        pair, s = getattr(plans[0], gemm).pair, w.by_rows()
-        kind = _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)]
-        out = torch.empty(a.shape[0], w.shape[0], dtype=dtype, device=a.device)
-        tensors = _fp8(a), _fp8(s), a.scale.contiguous(), s.scale.contiguous(), out
-        return _own_kernels(tensors).multiply_rows(*tensors, groups.layout(_BLOCK).blocks, kind, fast=_is_fast(pair))
+        s, where = w.by_rows(), groups.layout(_BLOCK).blocks
+        out = torch.empty((a.shape[0], s.shape[0] // w.num), dtype=dtype, device=a.qdata.device)
+        return self._run("rows", a, s, out, where, a.shape[0], out.shape[1])
 
     def contract(self, plans, a, b, dtype, accumulate_into=None):
         _count(plans, "wgrad")
-        pair, x, y, num = plans[0].wgrad.pair, a.payload, b.payload, a.layout.groups.num
+        x, y, num = a.payload, b.payload, a.layout.groups.num
         shape, total = (num, x.shape[1], y.shape[1]), accumulate_into
         add = isinstance(total, torch.Tensor) and total.is_contiguous()
-        out = total if add else torch.empty(shape, dtype=dtype if total is None else total[0].dtype, device=x.device)
-        tensors = _fp8(x), _fp8(y), x.scale.contiguous(), y.scale.contiguous(), out
-        kind = _OWN_KINDS[scale_kind(pair.a), scale_kind(pair.b)]
-        _own_kernels(tensors).multiply_columns(*tensors, a.layout.blocks, kind, fast=_is_fast(pair), add=add)
+        made = dtype if total is None else total[0].dtype
+        out = total if add else torch.empty(shape, dtype=made, device=x.qdata.device)
+        self._run("columns", x, y, out, a.layout.blocks, shape[1], shape[2], add)
         return out if add else _finish(out, dtype, total)
+
+    def _run(self, what: str, a: QuantizedStorage, b: QuantizedStorage, out, where, rows_a: int, n: int, add=False):
+        """`multiply_rows` or `multiply_columns` of payloads."""
+        tensors = codes(a), codes(b), a.scale.contiguous(), b.scale.contiguous(), out
+        if grouped_cuda.takes(*tensors):
+            return grouped_cuda.run(what, *tensors, where, rows_a, n, self.kind, self.fast, add, self.e5m2)
+        from ..ops_triton import grouped_gemm
+
+        a, b = (t.view(fp8) for t, fp8 in zip(tensors, self.dtypes))
+        if what == "rows":
+            return grouped_gemm.multiply_rows(a, b, *tensors[2:], where, self.kind, fast=self.fast)
+        return grouped_gemm.multiply_columns(a, b, *tensors[2:], where, self.kind, fast=self.fast, add=add)
 
 
 class ScaledGroupedMm:
@@ -188,6 +240,9 @@ class ScaledGroupedMm:
 
     def alignment(self, pair):
         return _ALIGN if pair.gemm == "wgrad" else 1
+
+    def prepared(self, pair):
+        return self
 
     def rows(self, gemm, plans, a, w, groups, dtype):
         _count(plans, gemm)
@@ -228,8 +283,8 @@ def _unaligned(shape: tuple[int, int], element_size: int) -> str | None:
 
 def _count(plans, gemm: str) -> None:
     """One gemm of every expert, on its plan's backend."""
-    for plan in plans[:1]:
-        plan.calls[gemm, getattr(plan, gemm).backend.name] += len(plans)
+    first = plans[0]
+    first.calls[gemm, getattr(first, gemm).backend.name] += len(plans)
 
 
 def _finish(dw: torch.Tensor, dtype, accumulate_into):
@@ -240,23 +295,9 @@ def _finish(dw: torch.Tensor, dtype, accumulate_into):
     return accumulate_into
 
 
-def _own_kernels(tensors):
-    """The module whose kernels multiply these."""
-    if grouped_cuda.takes(*tensors):
-        return grouped_cuda
-    from ..ops_triton import grouped_gemm
-
-    return grouped_gemm
-
-
 def _is_fast(pair: GemmPair) -> bool:
     """Sums of blocks are always promoted, to be scaled."""
     return pair.accumulate == "fast" and scale_kind(pair.a) == ROW
-
-
-def _fp8(s: QuantizedStorage) -> torch.Tensor:
-    """(rows, contraction) codes, contraction contiguous."""
-    return codes(s).view(FP8_DTYPES[s.format.element])
 
 
 def _e4m3(qdata: torch.Tensor) -> torch.Tensor:

@@ -29,28 +29,31 @@ def library():
 
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether operands, scales and result are here and can be read and written in runs of 16 bytes."""
-    here = all(t.device.type == "cuda" and t.data_ptr() % _ALIGN == 0 for t in tensors)
+    here = all([t.is_cuda and t.data_ptr() % _ALIGN == 0 for t in tensors])
     return here and library() is not None
 
 
-def _codes(x: torch.Tensor, scale: torch.Tensor):
-    return library().Codes(x.data_ptr(), scale.data_ptr(), x.dtype == torch.float8_e5m2)
-
-
-def _run(function, a, b, a_scale, b_scale, out, where, rows_a, n, kind, fast, add):
-    function(
-        _codes(a, a_scale), _codes(b, b_scale), out.data_ptr(), where.ends.data_ptr(), where.blocks.data_ptr(),
-        where.ends.shape[0], where.count, rows_a, n, a.shape[1], _KINDS[kind, fast], _OUT[out.dtype], add,
-        torch.cuda.current_stream(a.device).cuda_stream, a.device.index,
+def run(what: str, a, b, a_scale, b_scale, out, where, rows_a: int, n: int, kind: int, fast: bool, add: bool, e5m2):
+    """`rows` or `columns` of the extension. e5m2: whether a's and b's codes are E5M2, else E4M3; their dtype is not asked."""
+    module, device = library(), a.device.index
+    getattr(module, what)(
+        module.Codes(a.data_ptr(), a_scale.data_ptr(), e5m2[0]), module.Codes(b.data_ptr(), b_scale.data_ptr(), e5m2[1]),
+        out.data_ptr(), where.ends.data_ptr(), where.blocks.data_ptr(), where.ends.shape[0], where.count, rows_a, n,
+        a.shape[1], _KINDS[kind, fast], _OUT[out.dtype], add, torch._C._cuda_getCurrentRawStream(device), device,
     )  # fmt: skip
     return out
 
 
+def _types(*tensors) -> tuple:
+    return tuple(t.dtype == torch.float8_e5m2 for t in tensors)
+
+
 def multiply_rows(a, w, a_scale, w_scale, out, where, kind: int, *, fast: bool) -> torch.Tensor:
     """`ops_triton.grouped_gemm.multiply_rows`."""
-    return _run(library().rows, a, w, a_scale, w_scale, out, where, a.shape[0], out.shape[1], kind, fast, False)
+    sizes = a.shape[0], out.shape[1]
+    return run("rows", a, w, a_scale, w_scale, out, where, *sizes, kind, fast, False, _types(a, w))
 
 
 def multiply_columns(a, b, a_scale, b_scale, out, where, kind: int, *, fast: bool, add: bool) -> torch.Tensor:
     """`ops_triton.grouped_gemm.multiply_columns`."""
-    return _run(library().columns, a, b, a_scale, b_scale, out, where, out.shape[1], out.shape[2], kind, fast, add)
+    return run("columns", a, b, a_scale, b_scale, out, where, *out.shape[1:], kind, fast, add, _types(a, b))

@@ -16,6 +16,10 @@ import torch
 import megatron_hybrid as mh
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
+from megatron_hybrid.grouped_columns import GroupCast, with_torch
+from megatron_hybrid.groups import Groups
+from megatron_hybrid.ops_triton.grouped_gemm import block_map
+from megatron_hybrid.permutation import RowMap
 from megatron_hybrid.storage import _side, cast, derive_columnwise
 from megatron_hybrid.tensor import HybridTensor
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
@@ -266,6 +270,21 @@ def the_map(sizes):
     return torch.tensor(ends, dtype=torch.int32), padded
 
 
+@pytest.mark.parametrize("wide", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    "sizes", [[5, 0, 300, 128, 1], [0, 0], [0], [700], [0] * 300 + [129], [(37 * i) % 300 for i in range(600)]]
+)
+def test_map_of_groups(emulated, sizes, wide):
+    """Of more groups and blocks than a thread block has threads too; what means nothing is 0."""
+    ends, blocks = the_map(sizes)
+    sizes, count = torch.tensor(sizes, dtype=wide), blocks.shape[1]
+    found = [torch.full_like(t, -7) for t in (ends, blocks)]
+    emulated.group_map(sizes.data_ptr(), wide == torch.int64, len(sizes), count, *(f.data_ptr() for f in found), 0, 0)
+    expected = ends, blocks.clamp(min=0)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, block_map(sizes, count), expected))
+
+
 @pytest.mark.parametrize("name", ["fp8_block_e4m3", "fp8_block_e5m2", "fp8_rowwise_e4m3"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("K, copied", [(256, False), (256, True), (144, False), (33, True)])
@@ -317,6 +336,37 @@ def test_groups(emulated, name, dtype, K, copied):
     if row is not None:
         expected = cast(x, fmt, ROWWISE)
         assert torch.equal(row_codes, expected.qdata) and torch.equal(row_scale, expected.scale.reshape(row_scale.shape))
+
+
+@pytest.mark.parametrize("name", ["fp8_block_e4m3", "fp8_rowwise_e4m3"])
+@pytest.mark.parametrize("copied, with_rows", [(False, True), (False, False), (True, False)])
+def test_groups_as_grouped_linears_cast_them(emulated, monkeypatch, name, copied, with_rows):
+    """`GroupCast` asks the kernels for what torch's operations and a cast by rows give."""
+    fmt, sizes, K = parse_format(name), [5, 0, 300, 128, 1], 256
+    g = torch.Generator().manual_seed(2)
+    routed = torch.rand(sum(sizes), len(sizes), generator=g) < 0.4
+    copies = RowMap.of(routed, int(routed.sum())) if copied else None
+    sizes = routed.sum(0).tolist() if copied else sizes
+    x = torch.randn(routed.shape[0], K, generator=g).bfloat16()
+    layout = Groups(sizes, len(sizes), sum(sizes), x.device).layout(128)
+    if fmt.outer_axis == "row":
+        expected = with_torch(x, fmt, layout, copies)
+    else:
+        expected = cast(layout.spread(x, copies), fmt, COLUMNWISE, transposed=True)
+    by_rows = cast(x, fmt, ROWWISE)
+    monkeypatch.setattr(kernels, "extension", lambda device_type: emulated)
+    kernels._spec.cache_clear()
+    try:
+        rows, columns = GroupCast(fmt if with_rows else None, fmt)(x, layout, copies)
+    finally:
+        kernels._spec.cache_clear()
+    assert (columns.shape, columns.dtype, columns.transposed) == ((layout.rows, K), x.dtype, True)
+    for found, wanted in zip(columns.buffers().values(), expected.buffers().values(), strict=True):
+        assert torch.equal(found, wanted)
+    assert (rows is not None) == with_rows
+    if with_rows:
+        assert rows.shape == tuple(x.shape)
+        assert torch.equal(rows.qdata, by_rows.qdata) and torch.equal(rows.scale, by_rows.scale)
 
 
 def module_spec(module, fmt, direction, device):

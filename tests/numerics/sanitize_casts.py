@@ -13,7 +13,7 @@ from test_cast_pair import LAYOUTS, check_pair, empty, lay_out, new_states
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
 from megatron_hybrid.gemm import grouped_cuda
-from megatron_hybrid.grouped_columns import both_with_kernels, with_torch
+from megatron_hybrid.grouped_columns import GroupCast, with_torch
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.lean import OperandCast
 from megatron_hybrid.ops_triton.grouped_gemm import block_map
@@ -92,7 +92,7 @@ def groups() -> int:
         copies = RowMap.of(routed, int(routed.sum())) if copied else None
         if copied:
             layout = Groups(routed.sum(0).tolist(), num, copies.num_rows, torch.device("cuda")).layout(128)
-        rows, columns = both_with_kernels(x, None if copied else fmt, fmt, layout, copies)
+        rows, columns = GroupCast(None if copied else fmt, fmt)(x, layout, copies)
         spread = layout.spread(x, copies)
         expected = with_torch(x, fmt, layout, copies) if "rowwise" in name else cast(spread, fmt, COLUMNWISE, transposed=True)
         assert torch.equal(columns.qdata, expected.qdata)

@@ -10,6 +10,7 @@ from megatron_hybrid.grouped_at_once import GroupedPlan
 from megatron_hybrid.grouped_columns import row_scaled_columns
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.stacked import GroupedColumns, StackedWeight
+from megatron_hybrid.storage import high_precision_storage
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
 
 K, N, EXPERTS = 128, 256, 4
@@ -307,13 +308,31 @@ def test_bf16_grouped_mm_is_right_within_its_roundings(name):
         found = gemms.BF16.rows(gemm, how.plans, row, weights[gemm], groups, torch.bfloat16)
         expected = gemms.LOOP.rows(gemm, how.plans, row, weights[gemm], groups, torch.bfloat16)
         near(found, expected)
+        prepared = gemms.BF16.prepared(getattr(plan, gemm).pair)
+        assert torch.equal(prepared.rows(gemm, how.plans, row, weights[gemm], groups, torch.bfloat16), found)
     layout = groups.layout(max(how.alignment, gemms.BF16.alignment(plan.wgrad.pair)))
     a = GroupedColumns.make(dy, plan.wgrad.pair.a, layout, transposed=True)
     b = GroupedColumns.make(x, plan.wgrad.pair.b, layout, transposed=True)
     into = torch.ones(m.weight.shape)
     near(gemms.BF16.contract(how.plans, a, b, torch.bfloat16), gemms.LOOP.contract(how.plans, a, b, torch.bfloat16))
-    found = gemms.BF16.contract(how.plans, a, b, torch.float32, into)
-    assert found is into and (found[1] == 1).all()
+    prepared = gemms.BF16.prepared(plan.wgrad.pair)
+    for backend in (gemms.BF16, prepared):
+        found = backend.contract(how.plans, a, b, torch.float32, into.fill_(1))
+        assert found is into and (found[1] == 1).all()
+    plainly = [backend.contract(how.plans, a, b, torch.bfloat16) for backend in (gemms.BF16, prepared)]
+    assert torch.equal(*plainly)
+
+
+def test_bf16_gemms_read_high_precision_that_parameters_hold():
+    """As where parameters are quantized in the other direction: a payload, not the weight itself."""
+    m = grouped(AT_ONCE["bf16"], bias=False)
+    plan, weight, groups = m.plans()[0], m.weight.detach(), Groups([5] * EXPERTS, EXPERTS, 5 * EXPERTS, torch.device("cpu"))
+    fmt, (E, N, K) = plan.dgrad.pair.b, weight.shape
+    row = mh.HybridQuantizer(rowwise=plan.dgrad.pair.a).cast(torch.randn(5 * E, N).bfloat16(), columnwise=False)[0]
+    payload = high_precision_storage(weight.flatten(0, 1), fmt, "columnwise", torch.bfloat16)
+    given = StackedWeight.make(weight, fmt, "columnwise"), StackedWeight(payload, "columnwise", fmt, E)
+    backend = gemms.BF16.prepared(plan.dgrad.pair)
+    assert torch.equal(*(backend.rows("dgrad", m.hq.plans(weight.device), row, w, groups, torch.bfloat16) for w in given))
 
 
 def near(found, expected):

@@ -5,11 +5,11 @@ import torch
 
 from megatron_hybrid import parse_format, permutation
 from megatron_hybrid.groups import Groups
-from megatron_hybrid.grouped_columns import both_with_kernels, with_kernels, with_torch
-from megatron_hybrid.kernels import amax_groups
+from megatron_hybrid.grouped_columns import GroupCast, with_kernels, with_torch
+from megatron_hybrid.kernels import amax_groups, groups_of
 from megatron_hybrid.storage import cast
 
-pytest.importorskip("triton", reason="the map of blocks is Triton's")
+pytest.importorskip("triton", reason="ops_triton_cases needs it")
 from ops_triton_cases import randn, routing  # noqa: E402
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -25,6 +25,13 @@ def layout_of(sizes, total):
     return Groups(torch.as_tensor(sizes, device=CUDA), len(sizes), total, torch.device(CUDA)).layout(128)
 
 
+def amaxes(x, where, num_rows, *, rows=False, copies=None):
+    """(of columns (E, K), of rows (T,) or None)."""
+    found, *_ = amax_groups(x, groups_of(where, num_rows, copies), rows=rows)
+    of_columns = where.ends.shape[0] * x.shape[1]
+    return found[:of_columns].view(-1, x.shape[1]), found[of_columns:] if rows else None
+
+
 @pytest.mark.parametrize("K, dtype", [(600, torch.bfloat16), (96, torch.float32)])
 def test_amaxes_of_groups(K, dtype):
     """Of columns of every group and of rows, bit for bit, NaN on top; of tokens through a map those of their copies."""
@@ -34,19 +41,19 @@ def test_amaxes_of_groups(K, dtype):
     x[10, 7], x[:, 9], x[60] = float("-inf"), 0, 0
     where = layout_of(splits, T).blocks
     for rows in (False, True):
-        of_columns, of_rows = amax_groups(x, where, T, rows=rows)
+        of_columns, of_rows = amaxes(x, where, T, rows=rows)
         columns = [part.float().abs().amax(0) if len(part) else torch.zeros(K, device=CUDA) for part in x.split(splits)]
         assert torch.equal(of_columns, torch.stack(columns))
         assert torch.equal(of_rows.flatten(), x.float().abs().amax(1)) if rows else of_rows is None
     x[3, 5] = -float("nan")
-    of_columns, of_rows = amax_groups(x, where, T, rows=True)
+    of_columns, of_rows = amaxes(x, where, T, rows=True)
     assert of_rows.flatten().isnan().nonzero().tolist() == [[3]]
     assert of_columns.isnan().nonzero().tolist() == [[0, 5]]
     routed = routing(60, 4, 2, seed=1, device=CUDA)
     copies, tokens = permutation.RowMap.of(routed, 120), x[:60]
     where = layout_of(routed.sum(0), 120).blocks
-    found, _ = amax_groups(tokens, where, 120, copies=copies)
-    expected, _ = amax_groups(copies.expand(tokens), where, 120)
+    found, _ = amaxes(tokens, where, 120, copies=copies)
+    expected, _ = amaxes(copies.expand(tokens), where, 120)
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
@@ -70,7 +77,7 @@ def test_columns_of_groups(name):
         expected, scales = with_torch(x, fmt, layout), slice(None)
     else:
         expected, scales = cast(layout.spread(x), fmt, "columnwise", transposed=True), slice(0, ends // 128)
-    both = [(f, *both_with_kernels(x, f, fmt, layout)) for f in map(parse_format, ("fp8_rowwise_e4m3", "fp8_block_e5m2"))]
+    both = [(f, *GroupCast(f, fmt)(x, layout)) for f in map(parse_format, ("fp8_rowwise_e4m3", "fp8_block_e5m2"))]
     for found in (with_kernels(x, fmt, layout), *(col for _, _, col in both)):
         assert torch.equal(found.scale[scales], expected.scale[scales])
         assert torch.equal(found.qdata[:, :ends], expected.qdata[:, :ends]), (found.qdata != expected.qdata).sum()
