@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "docs" / "measurements" / "gpu_tests.json"
 KERNELS = ("csrc/cuda", "csrc/device.h", "csrc/gemm", "csrc/lt", "csrc/numerics")
 OUTCOMES = ("passed", "failed", "error", "skipped")
-SECONDS = Path(__file__).with_name("seconds.json")  # of the files that take longest, on 2 cores
+SECONDS = Path(__file__).with_name("seconds.json")  # of processor time, of the files that take longest
 
 
 def kernel_hash(root: Path = ROOT) -> str:

@@ -1,6 +1,6 @@
 """Runs of whole scripts under Megatron's deterministic mode, on GPUs with NCCL or on CPUs, and checks of what they left.
 
-Imported before anything that imports torch. Runs are forks of this launch (run_mcore_cases.py).
+Imported before anything that imports torch. Runs are forks of rank 0 (run_mcore_cases.py).
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ os.environ |= {  # what Megatron's deterministic mode asks for; a GPU is found w
 
 from checks import arguments, write_errors  # noqa: E402
 from mcore_cases import Case, described, outcomes  # noqa: E402
-from run_mcore_cases import RANK, WORLD, run_all  # noqa: E402
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 def run_and_check(cases: list[Case], write, checks) -> None:
-    """Run the cases in the folder of the command line; rank 0, which sees every case's end, leaves the checks' errors there.
+    """Rank 0 runs the cases, whatever their ranks, in the command line's folder and leaves the checks' errors there.
 
     write: folder -> None, of files that cases read. checks: (folder, cases by name) -> the checks by name.
     """
-    folder = arguments().folder
+    folder, found = arguments().folder, {}
     if RANK == 0:
+        from run_mcore_cases import run_all
+
         write(folder)
-    run_all(described(cases, folder), folder)
-    write_errors(folder / f"{RANK}.json", checks((folder, outcomes(cases, folder, WORLD))) if RANK == 0 else {})
+        run_all(described(cases, folder), folder, WORLD)
+        found = checks((folder, outcomes(cases, folder, WORLD)))
+    write_errors(folder / f"{RANK}.json", found)

@@ -12,8 +12,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
+import select
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -64,30 +66,45 @@ def torchrun(nproc, script, *args, env=None, timeout=240, check=True, cwd=None):
         *target,
         *(str(argument) for argument in args),
     ]
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        cwd=cwd or REPOSITORY,
-        env=_environment(env),
-    )
+    process = started(command, cwd=cwd, env=env)
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
-        output = _stop(process)
+        output = stop(process)
         raise AssertionError(
             f"{script} on {nproc} ranks ran past {timeout} s; its output ends:\n{tail(output)}"
         ) from None
     except BaseException:  # an interrupted test must not leave workers behind
-        _stop(process)
+        stop(process)
         raise
     if check and process.returncode != 0:
         raise AssertionError(
             f"{script} on {nproc} ranks exited with {process.returncode}; its output ends:\n{tail(output)}"
         )
     return subprocess.CompletedProcess(command, process.returncode, stdout=output, stderr="")
+
+
+def started(command: list[str], *, cwd=None, env=None, stdin=None) -> subprocess.Popen:
+    """A process in `_environment`, with stdout and stderr together in a pipe."""
+    return subprocess.Popen(
+        command, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        cwd=cwd or REPOSITORY, env=_environment(env),
+    )  # fmt: skip
+
+
+def read_until(process: subprocess.Popen, line: str, timeout: float) -> str:
+    """What a process says before a line. An error if it ends first, or past `timeout` seconds, which ends it."""
+    output, deadline = b"", time.monotonic() + timeout
+    end = f"{line}\n".encode()
+    while not output.endswith(end):
+        ready, _, _ = select.select([process.stdout], [], [], max(0, deadline - time.monotonic()))
+        new = os.read(process.stdout.fileno(), 1 << 16) if ready else b""
+        output += new
+        if not new:
+            output += stop(process).encode()
+            why = "ended" if ready else f"ran past {timeout} s"
+            raise AssertionError(f"{process.args} {why}; its output ends:\n{tail(output.decode(errors='replace'))}")
+    return output.decode(errors="replace")
 
 
 def _environment(extra) -> dict[str, str]:
@@ -102,7 +119,7 @@ def _environment(extra) -> dict[str, str]:
     return environment
 
 
-def _stop(process) -> str:
+def stop(process) -> str:
     """End a launch and the workers it started (they live in sessions of their own); return its output."""
     workers = []
     if process.poll() is None:

@@ -1,19 +1,24 @@
-"""What the tests of whole training runs share: a tiny GPT's flags, and one launch for a list of runs."""
+"""What the tests of whole training runs share: a tiny GPT's flags, and run_mcore_cases.py, which runs them."""
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import struct
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from launch import HERE, REPOSITORY, torchrun
+from launch import HERE, REPOSITORY, read_until, started, stop
 
 SCRIPT = str(REPOSITORY / "scripts" / "pretrain_gpt.py")
 STOCK = str(HERE / "run_mcore_stock.py")
 LAUNCHER = ["-m", "megatron_hybrid.launch"]
 ITERATIONS = 4
+END = "no more cases"  # what run_mcore_cases.py says after a list
 
 MODEL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -36,7 +41,7 @@ MIXED = "mxfp8_fprop_nvfp4_bwd"
 
 @dataclass
 class Case:
-    """A run of a script on the ranks of the launch; ``{folder}`` in its arguments is the results folder."""
+    """A run of a script on the ranks of `run_cases`; ``{folder}`` in its arguments is the results folder."""
 
     name: str
     argv: list[str]
@@ -47,10 +52,25 @@ class Case:
     output: list[str] = field(default_factory=list)
 
 
+@functools.cache
+def server() -> subprocess.Popen:
+    """run_mcore_cases.py, which all tests of this process share: it has imported Megatron once."""
+    process = started([sys.executable, str(HERE / "run_mcore_cases.py")], stdin=subprocess.PIPE)
+    atexit.register(stop, process)
+    return process
+
+
 def run_cases(cases: list[Case], folder: Path, timeout: float = 500, ranks: int = 2) -> dict[str, Case]:
-    """Run them one after another in one launch of so many ranks; exit statuses and outputs by rank."""
-    (folder / "cases.json").write_text(json.dumps(described(cases, folder)))
-    torchrun(ranks, "run_mcore_cases.py", folder / "cases.json", folder, timeout=timeout)
+    """Run them one after another on so many ranks or fewer; exit statuses and outputs by rank."""
+    process = server()
+    try:
+        process.stdin.write(json.dumps(dict(cases=described(cases, folder), folder=str(folder), ranks=ranks)) + "\n")
+        process.stdin.flush()
+        read_until(process, END, timeout)
+    except BaseException:  # an interrupted test must not leave runs behind
+        server.cache_clear()
+        stop(process)
+        raise
     return outcomes(cases, folder, ranks)
 
 
