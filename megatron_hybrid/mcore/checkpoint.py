@@ -10,13 +10,16 @@ import contextlib
 import copy
 import io
 import json
+import re
 import warnings
+from pathlib import Path
 
 from ..checkpoint_file import RECORD
 from ..recipe import Recipe
 from .errors import UserError
 
 _SHORT = 12
+_CHECKPOINT = re.compile(r"iter_(\d{7})")
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")  # others have the same names of parameters
 
 
@@ -44,8 +47,7 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
     from megatron.training.checkpointing import checkpoint_exists
 
     if not checkpoint_exists(args.load):
-        nothing = f"note: no checkpoint in {args.load}: the run begins anew (--exit-on-missing-checkpoint: it ends instead)"
-        return [nothing] if args.load and not args.exit_on_missing_checkpoint else []
+        return nothing_to_load(args)
     saved = _saved_args(args)
     check_sizes(args, saved)
     check_schedule(args, saved)
@@ -64,6 +66,27 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
         f"the checkpoint in {args.load} was trained with {theirs}, this run has {ours}; "
         "give the same recipe, or --hq-switch-recipe to go on with the new one"
     )
+
+
+def nothing_to_load(args) -> list[str]:
+    """Notes on a run that begins anew.
+
+    Raises `UserError` where ``--load`` names what is no folder of checkpoints: a file, or one checkpoint inside of one.
+    """
+    if not args.load:
+        return []
+    path = Path(args.load)
+    if path.is_file():
+        raise UserError(f"--load {path} is a file; give the folder that a run had as --save")
+    if path.is_dir() and (one := _CHECKPOINT.fullmatch(path.resolve().name)):
+        raise UserError(
+            f"--load {path} is one checkpoint; give the folder that it is in, and --ckpt-step {int(one[1])} for this one"
+        )
+    if args.exit_on_missing_checkpoint:
+        return []
+    unfinished = sorted(p.name for p in path.glob("iter_*")) if path.is_dir() else []
+    why = f" that was finished, only {', '.join(unfinished)}" if unfinished else ""
+    return [f"note: no checkpoint in {path}{why}: the run begins anew (--exit-on-missing-checkpoint: it ends instead)"]
 
 
 def loaded_recipe(args) -> Recipe | None:

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_hybrid.mcore.checkpoint import check_schedule, check_sizes
+from megatron_hybrid.mcore.checkpoint import check_schedule, check_sizes, nothing_to_load
 from megatron_hybrid.mcore.errors import UserError
 
 
@@ -56,3 +56,27 @@ def test_the_same_schedule_goes_on_however_it_is_given():
     check_schedule(arguments(**by_samples), arguments(lr_decay_iters=100))
     check_schedule(arguments(), SimpleNamespace())
     check_schedule(arguments(), None)
+
+
+class TestNothingToLoad:
+    def notes(self, path, exits=False):
+        return nothing_to_load(SimpleNamespace(load=path and str(path), exit_on_missing_checkpoint=exits))
+
+    def test_a_file_and_one_checkpoint_of_a_folder_are_refused(self, tmp_path):
+        """Megatron takes them for folders without checkpoints and begins anew."""
+        (tmp_path / "model.pt").touch()
+        with pytest.raises(UserError, match="model.pt is a file; give the folder"):
+            self.notes(tmp_path / "model.pt")
+        (tmp_path / "iter_0000120").mkdir()
+        with pytest.raises(UserError, match="iter_0000120 is one checkpoint; .* --ckpt-step 120"):
+            self.notes(tmp_path / "iter_0000120")
+
+    def test_a_folder_without_a_finished_checkpoint_is_begun_anew(self, tmp_path):
+        (note,) = self.notes(tmp_path / "nowhere")
+        assert note.startswith(f"note: no checkpoint in {tmp_path}/nowhere: the run begins anew")
+        (tmp_path / "iter_0000010").mkdir()
+        (note,) = self.notes(tmp_path)
+        assert "that was finished, only iter_0000010: the run begins anew" in note
+
+    def test_nothing_is_said_where_nothing_is_to_be_loaded_or_megatron_ends(self, tmp_path):
+        assert self.notes(None) == self.notes(tmp_path, exits=True) == []
