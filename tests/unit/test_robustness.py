@@ -344,7 +344,7 @@ def test_p42_stochastic_groups_draw_by_their_own_rows():
     torch.manual_seed(0)
     quantized = recipe({"input": STOCHASTIC, "weight": "high_precision"})
     m = mh.HybridGroupedLinear(2, 64, 64, recipe=quantized, name="m", dtype=torch.bfloat16)
-    m.weight.data[:] = torch.eye(64)  # so that results are the operand: sums of other numbers depend on how many rows there are
+    m.weight.data[:] = torch.eye(64)  # results are the operand; sums of other numbers may depend on how many rows there are
     mh.prepare(m, seed=4).begin_step(1)
     x = randn(8, 64)
     x[:, 0] = 8.0  # one tensor amax for every split
