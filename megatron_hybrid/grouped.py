@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import kernels
 from .expert_stack import ExpertStack
 from .formats import COLUMNWISE
 from .gathered_experts import GatheredExperts
@@ -180,8 +181,10 @@ def check_rows(x: torch.Tensor) -> None:
 
 
 def _traced_or_autocast(x: torch.Tensor) -> bool:
-    """Where the experts' own plans run: Dynamo does not trace what is found out at once, autocast must not reach a GEMM."""
-    return torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    """Where the experts' own plans run: kernels of all groups are no operators, a trace would leave them out, and
+    autocast must not reach a GEMM."""
+    traced = kernels.traced(x) if type(x) is torch.Tensor else torch.compiler.is_compiling()
+    return traced or torch.is_autocast_enabled(x.device.type)
 
 
 class GroupedLinearFunction(torch.autograd.Function):

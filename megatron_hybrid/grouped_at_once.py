@@ -19,7 +19,7 @@ from .grouped_casts import GroupedCasts
 from .groups import Groups
 from .linear import LinearCall
 from .permutation import RowMap, sum_rows
-from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
+from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
 from .saved import main_grad, placeholder_gradients, save_for_backward
 from .stacked import GroupedColumns, StackedWeight, columns_alignment, copied_rows, unstackable
 from .storage import QuantizedStorage
@@ -105,7 +105,15 @@ class GroupedCall:
         return self.call.plan.quantize(operand, x, rowwise=True, amax=amax, **self.call.keys(operand))[0]
 
     def columns(self, operand: str, source: torch.Tensor | QuantizedStorage, copies: RowMap | None = None) -> GroupedColumns:
-        """The columnwise payload of a tensor, or of what its rowwise payload decodes to."""
+        """The columnwise payload of a tensor, or of what its rowwise payload decodes to.
+
+        Raises `PlanError` for a tensor that was quantized before.
+        """
+        if isinstance(source, HybridTensor):
+            raise PlanError(
+                f"{self.call.plan.label}: {operand} was quantized before, to {source.describe()}; columns of experts' "
+                "groups are cast from high precision: give it as it was, or freeze the weights"
+            )
         if isinstance(source, QuantizedStorage):
             source = source.dequantize(source.dtype)
         plan, layout = self.call.plan, self.groups.layout(self.how.alignment)

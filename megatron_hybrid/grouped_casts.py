@@ -31,7 +31,8 @@ class GroupedCasts:
         row, col = quantizer.formats()
         alone = operand not in plan.reduced  # else amaxes of other ranks come between
         self.casts_tokens = row.is_quantized and not row.sr and alone
-        self._row = SideCast(row, ROWWISE, False, plan.device.type) if alone and not (row.sr or row.is_stateful) else None
+        here = alone and not (row.sr or row.is_stateful) and dtype in kernels.SOURCE_CODES
+        self._row = SideCast(row, ROWWISE, False, plan.device.type) if here else None
         self._column, self._dtype, self._columns, self._both = col, dtype, None, None
         if goes_by_group(col, dtype, align, plan.device, transposed=plan.transposed(operand)):
             self._columns = GroupCast(None, col)

@@ -16,9 +16,9 @@ from .permutation import RowMap, gather_rows, permute, unpermute
 class Groups:
     """`num` contiguous groups of rows of a (T, K) tensor.
 
-    splits: rows of each group, a list or an int tensor (E,). rows: T. device: of the tensor. Raises ``ValueError``
-    when the sizes are known to the host and are not E non-negative numbers that add up to T; sizes on a GPU are not
-    read, and must.
+    splits: rows of each group, a list or an int tensor (E,), on the CPU or where the tensor is. rows: T. device: of the
+    tensor. Raises ``ValueError`` for sizes on another device, and when the sizes are known to the host and are not E
+    non-negative numbers that add up to T; sizes on a GPU are not read, and must.
 
     copies: a linear's x is (N, K), tokens whose copies the T rows are. sums: its y is (N, K'), of every token the sum of
     its rows.
@@ -35,6 +35,8 @@ class Groups:
         self._host = None if on_device else splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
         self._device = splits if on_device else None
         self._layouts: dict[int, Layout] = {}
+        if on_device and (splits.device.type != device.type or device.index not in (None, splits.device.index)):
+            raise ValueError(f"m_splits on {splits.device}: expected them on {device}, where x is, or on the CPU")
         if self._host is None and splits.shape != (num,):
             raise ValueError(f"m_splits of shape {tuple(splits.shape)}: expected ({num},)")
         if self._host is not None and (len(self._host) != num or min(self._host) < 0 or sum(self._host) != rows):

@@ -116,7 +116,7 @@ class GroupedMm:
 
     def rows(self, gemm, plans, a, w, groups, dtype):
         _count(plans, gemm)
-        y = torch._grouped_mm(bf16_operand(a), _bf16_stack(w).transpose(1, 2), offs=groups.layout(1).ends)
+        y = torch._grouped_mm(_readable(bf16_operand(a)), _bf16_stack(w).transpose(1, 2), offs=groups.layout(1).ends)
         by_row = epilogue_scale(a)
         by_col = epilogue_scale(w.payload) if isinstance(w.payload, QuantizedStorage) else None
         if by_row is not None and by_col is not None and ops_triton.reason(y.device) is None:
@@ -144,11 +144,11 @@ class HighPrecisionMm(GroupedMm):
             return super().rows(gemm, plans, a, w, groups, dtype)
         _count(plans, gemm)
         b = w.payload.transpose(1, 2) if w.direction == ROWWISE else w.payload
-        return torch._grouped_mm(a.qdata, b, offs=groups.layout(1).ends)
+        return torch._grouped_mm(_readable(a.qdata), b, offs=groups.layout(1).ends)
 
     def contract(self, plans, a, b, dtype, accumulate_into=None):
         _count(plans, "wgrad")
-        dw = torch._grouped_mm(a.payload.qdata.t(), b.payload.qdata, offs=a.layout.ends)
+        dw = torch._grouped_mm(_readable(a.payload.qdata).t(), _readable(b.payload.qdata), offs=a.layout.ends)
         return _finish(dw, dtype, accumulate_into)
 
 
@@ -205,15 +205,16 @@ class PreparedFp8(GroupedFp8):
         _count(plans, "wgrad")
         x, y, num = a.payload, b.payload, a.layout.groups.num
         shape, total = (num, x.shape[1], y.shape[1]), accumulate_into
-        add = isinstance(total, torch.Tensor) and total.is_contiguous()
+        add = isinstance(total, torch.Tensor) and total.is_contiguous() and total.shape == shape
         made = dtype if total is None else total[0].dtype
         out = total if add else torch.empty(shape, dtype=made, device=x.qdata.device)
         self._run("columns", x, y, out, a.layout.blocks, shape[1], shape[2], add)
         return out if add else _finish(out, dtype, total)
 
     def _run(self, what: str, a: QuantizedStorage, b: QuantizedStorage, out, where, rows_a: int, n: int, add=False):
-        """`multiply_rows` or `multiply_columns` of payloads."""
-        tensors = codes(a), codes(b), a.scale.contiguous(), b.scale.contiguous(), out
+        """`multiply_rows` or `multiply_columns` of payloads, packed: those of a part of a wider tensor are views."""
+        packed = codes(a).contiguous(), codes(b).contiguous()
+        tensors = *packed, a.scale.contiguous(), b.scale.contiguous(), out
         if grouped_cuda.takes(*tensors):
             return grouped_cuda.run(what, *tensors, where, rows_a, n, self.kind, self.fast, add, self.e5m2)
         from ..ops_triton import grouped_gemm
@@ -316,4 +317,18 @@ def _bf16_stack(w: StackedWeight) -> torch.Tensor:
 
 def _bf16_columns(columns: GroupedColumns) -> torch.Tensor:
     """(rows, T') in bf16: contraction contiguous where it was quantized."""
-    return bf16_operand(columns.payload)
+    return _readable(bf16_operand(columns.payload))
+
+
+def _readable(x: torch.Tensor) -> torch.Tensor:
+    """x (M, K) as `torch._grouped_mm` reads it: rows or columns packed, which begin at multiples of 16 bytes.
+
+    A copy of others: gradients of sums, which repeat one element, and parts of wider tensors.
+    """
+    (M, K), (down, across), multiple = x.shape, x.stride(), _ALIGN // x.element_size()
+    by_rows = across == 1 and down >= K and down % multiple == 0
+    by_columns = down == 1 and across >= M and across % multiple == 0
+    if (by_rows or by_columns) and x.data_ptr() % _ALIGN == 0:
+        return x
+    packed = torch.contiguous_format
+    return x.clone(memory_format=packed) if K % multiple == 0 else x.t().clone(memory_format=packed).t()

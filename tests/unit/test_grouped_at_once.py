@@ -1,8 +1,11 @@
 """All groups at once: the bytes and results of the loop over experts, in one cast an operand (properties 41 to 43)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from linear_cases import counted_casts, gradients, randn, recipe
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import megatron_hybrid as mh
 from megatron_hybrid.gemm import grouped as gemms
@@ -10,7 +13,8 @@ from megatron_hybrid.grouped_at_once import GroupedPlan
 from megatron_hybrid.grouped_columns import row_scaled_columns
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.stacked import GroupedColumns, StackedWeight
-from megatron_hybrid.storage import high_precision_storage
+from megatron_hybrid.storage import cast, high_precision_storage
+from megatron_hybrid.storage_layout import narrow
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
 
 K, N, EXPERTS = 128, 256, 4
@@ -333,6 +337,104 @@ def test_bf16_gemms_read_high_precision_that_parameters_hold():
     given = StackedWeight.make(weight, fmt, "columnwise"), StackedWeight(payload, "columnwise", fmt, E)
     backend = gemms.BF16.prepared(plan.dgrad.pair)
     assert torch.equal(*(backend.rows("dgrad", m.hq.plans(weight.device), row, w, groups, torch.bfloat16) for w in given))
+
+
+@pytest.mark.parametrize("strides", ["one element", "one row", "of an odd row", "that begins anywhere", "turned"])
+def test_bf16_gemms_read_tensors_of_any_strides(strides):
+    """`torch._grouped_mm` wants rows packed: the gradient of a sum is one element, repeated."""
+    m, splits = grouped(AT_ONCE["bf16"], bias=False), [44, 0, 7, 32]
+    how, groups, plan = m.how, Groups(splits, EXPERTS, sum(splits), torch.device("cpu")), m.plans()[0]
+    x, dy = (as_strided(t, strides) for t in data(sum(splits)))
+    w = StackedWeight.make(m.weight.detach(), plan.fprop.pair.b, "rowwise")
+    rows = [high_precision_storage(t, plan.fprop.pair.a, "rowwise", t.dtype) for t in (x, x.contiguous())]
+    columns = [
+        [GroupedColumns.make(t, plan.wgrad.pair.a, groups.layout(1), transposed=True) for t in pair]
+        for pair in ((dy, x), (dy.contiguous(), x.contiguous()))
+    ]
+    prepared = [gemms.BF16.prepared(step.pair) for step in (plan.fprop, plan.wgrad)]
+    for fprop, wgrad in ([gemms.BF16] * 2, prepared):
+        assert torch.equal(*(fprop.rows("fprop", how.plans, a, w, groups, torch.bfloat16) for a in rows))
+        assert torch.equal(*(wgrad.contract(how.plans, *pair, torch.bfloat16) for pair in columns))
+
+
+def as_strided(t, strides):
+    """A tensor of the shape of `t` (T, K)."""
+    wide = torch.randn(t.shape[0], t.shape[1] + 9).bfloat16()
+    return {
+        "one element": t[:1, :1].expand(t.shape),
+        "one row": t[:1].expand(t.shape),
+        "of an odd row": wide[:, : t.shape[1]],
+        "that begins anywhere": torch.nn.functional.pad(wide, (0, 7))[:, 3 : 3 + t.shape[1]],
+        "turned": t.t().contiguous().t(),
+    }[strides]
+
+
+def test_own_kernels_get_packed_codes(monkeypatch):
+    """A part of a quantized tensor is a view of wider rows, which the kernels know nothing of."""
+    m = grouped(AT_ONCE["fp8_block"], bias=False)
+    plan, seen = m.plans()[0], []
+    wide = randn(83, 2 * K, seed=0)
+    whole, part = (plan.quantizers["input"].quantize(t).rowwise for t in (wide[:, K:].contiguous(), wide))
+    part = narrow(part, 1, K, K)[0]
+    assert not part.qdata.is_contiguous()
+    w = StackedWeight.make(m.weight.detach(), plan.fprop.pair.b, "rowwise")
+    monkeypatch.setattr(gemms.grouped_cuda, "takes", lambda *tensors: True)
+    monkeypatch.setattr(gemms.grouped_cuda, "run", lambda what, *arguments: seen.append(arguments[:4]))
+    groups = SimpleNamespace(layout=lambda align: SimpleNamespace(blocks=None))
+    gemms.OWN.prepared(plan.fprop.pair).rows("fprop", m.how.plans, part, w, groups, torch.bfloat16)
+    ((a, b, a_scale, b_scale),) = seen
+    assert all(t.is_contiguous() for t in (a, b, a_scale, b_scale))
+    assert torch.equal(a, whole.qdata) and torch.equal(a_scale, whole.scale)
+
+
+def test_own_kernels_add_to_what_has_the_gradient_s_shape_only(monkeypatch):
+    m = grouped(AT_ONCE["fp8_block"], bias=False)
+    plan, groups = m.plans()[0], Groups([83, 0, 0, 0], EXPERTS, 83, torch.device("cpu"))
+    layout = groups.layout(128)
+    x, dy = data(83)
+    columns = [
+        GroupedColumns(cast(layout.spread(t), plan.wgrad.pair.a, "columnwise", transposed=True), layout)
+        for t in (dy, x)
+    ]
+    layout.blocks = None  # the map, which no kernel reads here
+    monkeypatch.setattr(gemms.grouped_cuda, "takes", lambda *tensors: True)
+    monkeypatch.setattr(gemms.grouped_cuda, "run", lambda what, *arguments: None)
+    own, total = gemms.OWN.prepared(plan.wgrad.pair), torch.zeros(EXPERTS - 1, N, K)
+    with pytest.raises(RuntimeError, match="size|shape"):
+        own.contract(m.how.plans, *columns, torch.bfloat16, total)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8"])
+@pytest.mark.parametrize("one_by_one", [False, True])
+def test_a_dtype_that_no_cast_reads_is_named(name, one_by_one):
+    m = grouped(AT_ONCE[name], one_by_one=one_by_one).double()
+    with pytest.raises(ValueError, match="cannot quantize dtype torch.float64; supported: float32"):
+        m(data(72)[0].double(), [44, 20, 0, 8])
+
+
+def test_an_input_quantized_before_needs_frozen_weights():
+    m, (x, dy), splits = grouped(AT_ONCE["fp8_block"], bias=False), data(72), [44, 20, 0, 8]
+    held = m.plans()[0].quantizers["input"].quantize(x)
+    with pytest.raises(ValueError, match="experts.fc1.*: input was quantized before.*give it as it was, or freeze"):
+        m(held, splits).backward(dy)
+    m.weight.requires_grad_(False)
+    assert torch.equal(m(held, splits), m(x, splits))
+
+
+def test_sizes_on_another_device_are_refused():
+    m, (x, _) = grouped(AT_ONCE["mxfp8"]), data(72)
+    with pytest.raises(ValueError, match="m_splits on meta: expected them on cpu"):
+        m(x, torch.tensor([44, 20, 0, 8], device="meta"))
+
+
+def test_a_trace_sees_the_experts_own_operators(monkeypatch):
+    """Kernels of all groups at once are none: a graph would be without them."""
+    m, (x, _), splits = grouped(AT_ONCE["fp8_block"]), data(72), [44, 20, 0, 8]
+    with torch.no_grad():
+        expected = m(x, splits)
+        monkeypatch.setattr(mh.grouped, "grouped_at_once", None)
+        graph = make_fx(lambda x: m(x, splits))(x)
+        assert torch.equal(graph(x), expected)
 
 
 def near(found, expected):
