@@ -667,8 +667,7 @@ struct Launch {
 template <Kind kKind, bool kA5, bool kB5, class Tiles>
 void start(const Launch& l) {
   const auto kernel = grouped<kKind, kA5, kB5, Tiles>;
-  static const cudaError_t allowed = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared);
-  check(allowed, "grouped GEMM");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kShared), "grouped GEMM");  // of this device
   kernel<<<l.grid, kThreads, kShared, l.stream>>>(l.a, l.b, l.out, l.params);
   check(cudaGetLastError(), "grouped GEMM");
 }
