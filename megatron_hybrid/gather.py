@@ -80,9 +80,9 @@ def start_grad_output(call, dy: torch.Tensor, *, rowwise: bool, columnwise: bool
     for wanted, direction, way in ((rowwise, ROWWISE, row), (columnwise, COLUMNWISE, col)):
         plan.gathers[GRAD_OUTPUT, direction, way] += wanted
     get_row = functools.cache(start_payload(comm, own_row)) if row_travels else None
-    get_col = start_payload(comm, own_col) if col_travels else None
-    if (rowwise and get_row is None) or (columnwise and get_col is None and col != ROW_PAYLOAD):
+    if (rowwise and get_row is None) or (columnwise and not col_travels and col != ROW_PAYLOAD):
         get_whole = functools.cache(comm.start_gather(as_matrix(dy).contiguous()))
+    get_col = start_payload(comm, own_col) if col_travels else None
     if get_row is None:
         get_row = functools.cache(lambda: call.cast(GRAD_OUTPUT, get_whole()[0], rowwise=True, whole=True)[0])
     if get_col is None and col == ROW_PAYLOAD:

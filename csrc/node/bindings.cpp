@@ -2,6 +2,7 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <map>
@@ -118,12 +119,20 @@ std::shared_ptr<Ranks> make_ranks(py::handle group, int64_t size, bool coalesces
   return {new Ranks{held, size, coalesces, sums.at(output), sums.at(dgrad)}, without_gil};
 }
 
+// Classes are laid out as another torch's headers say: it would be called with the wrong functions and options.
+void check_torch() {
+  const std::string built = std::to_string(TORCH_VERSION_MAJOR) + "." + std::to_string(TORCH_VERSION_MINOR) + ".";
+  const auto found = py::str(py::module_::import("torch").attr("__version__")).cast<std::string>();
+  if (found.rfind(built, 0) != 0) throw py::import_error("_C_node was built for torch " + built + "x, this is " + found);
+}
+
 }  // namespace
 }  // namespace mh::node
 
 PYBIND11_MODULE(_C_node, m) {
   using namespace mh::node;
   m.doc() = "The commonest linear as a node of autograd; made and called through megatron_hybrid.node.";
+  check_torch();
   py::class_<Side>(m, "Side", py::module_local())
       .def(py::init(&make_side), py::kw_only(), py::arg("quantized"), py::arg("axis"), py::arg("transposed") = false,
            py::arg("stateful") = false, py::arg("element") = 0, py::arg("scale_rule") = 0, py::arg("block_m") = 0,

@@ -59,13 +59,16 @@ class TensorParallel(Communication):
 
     def __init__(self, group: dist.ProcessGroup):
         self.group, self.rank, self.size = group, group.rank(), group.size()
-        self._coalesces = "cuda:nccl" in dist.get_backend_config(group)
+        # what torch puts around a backend to check every collective has no coalesced gather (2.11)
+        checked = dist.get_debug_level() == dist.DebugLevel.DETAIL
+        self._coalesces = "cuda:nccl" in dist.get_backend_config(group) and not checked
 
     @functools.cached_property
     def in_node(self):
-        """The same in C++; None where the node is not built."""
+        """The same in C++; None where the node is not built, or where a group is a class of Python's: C++ would not call
+        its methods, but those of a group that has no backend."""
         library = node.library()
-        if library is None:
+        if library is None or type(self.group) is not dist.ProcessGroup:
             return None
         return library.Ranks(group=self.group, size=self.size, coalesces=self._coalesces, **self.sums)
 

@@ -2,7 +2,10 @@
 takes, and what surrounds them. Bits and collectives of real ranks: tests/distributed/run_tp.py."""
 
 import copy
+import math
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -52,6 +55,15 @@ def forward(kind: str, hq: LinearRuntime, x, w, comm=None, bias=None):
     comm = comm or KINDS[kind](dist.group.WORLD)
     rows = x.shape[0] // RANKS if kind == "row SP" else x.shape[0]
     return hybrid_linear(x, w, bias, hq.call(torch.device("cpu"), comm, training=True, rows=rows))
+
+
+def traffic(kind: str, hq: LinearRuntime, x, w):
+    """The collectives of a forward and a backward in their order, with sizes and types."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        forward(kind, hq, x, w).sum().backward()
+    events = sorted(profile.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    sent = [e for e in events if e.name().startswith("c10d::")]
+    return [(e.name(), [math.prod(shape) for shape in e.shapes() if shape], e.dtypes()[:2]) for e in sent]
 
 
 def by_node(y) -> bool:
@@ -123,3 +135,54 @@ def test_copies_of_a_plan():
     for other in (copy.deepcopy(hq), pickle.loads(pickle.dumps(hq))):
         y = forward("row SP", other, x, w)
         assert by_node(y) and y.shape == expected.shape
+
+
+@pytest.mark.parametrize("fmt", ["mxfp8_e4m3", "fp8_current_e4m3", "fp8_delayed_e4m3"])
+def test_a_gathered_gradient_travels_in_one_order(fmt):
+    """Its row first, in high precision too: one rank may run by Python."""
+    sent = []
+    for python in (False, True):
+        formats = recipe(fmt, {"grad_output": "high_precision", "weight": fmt}, fmt)
+        sharding = row_sharding(RANKS, K, sequence_parallel=True)
+        hq = LinearRuntime(formats, ModuleRole("linear", name="fc"), "cpu", sharding=sharding)
+        hq.weight_cache = WeightCache()
+        lean_casts = hq.plan_for(torch.device("cpu")).lean
+        assert lean_casts.node is not None
+        if python:
+            lean_casts.node = None
+        sent.append(traffic("row SP", hq, *tensors("row SP", 128)))
+    assert sent[0] == sent[1]
+    gathers = [types[0] for name, _, types in sent[0] if name == "c10d::_allgather_base_"]
+    assert gathers == ["c10::BFloat16", "unsigned char"]
+
+
+class OfPython(dist.ProcessGroup):
+    """As wrappers that rebuild a group, or that survive lost ranks: C++ knows of no backend."""
+
+    def __init__(self):
+        super().__init__(0, RANKS)
+
+
+def test_a_group_that_is_a_class_of_python_s(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
+    comm = TensorParallel(OfPython())
+    assert comm.in_node is None and TensorParallel(dist.group.WORLD).in_node is not None
+    hq, (x, w) = runtime("row"), tensors("row", 32)
+    assert not by_node(forward("row", hq, x, w, comm))
+
+
+def test_a_checked_backend_has_no_coalesced_gather(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,cuda:nccl")
+    assert TensorParallel(dist.group.WORLD)._coalesces
+    monkeypatch.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+    assert not TensorParallel(dist.group.WORLD)._coalesces
+
+
+def test_it_is_not_there_for_another_torch():
+    """Classes of torch's C++ are laid out otherwise there."""
+    script = (
+        "import torch, megatron_hybrid.node as node; torch.__version__ = {!r}; "
+        "raise SystemExit(node.library() is not None)"
+    )
+    for version, found in ((torch.__version__, 1), ("2.999.0+cu999", 0)):
+        assert subprocess.run([sys.executable, "-c", script.format(str(version))], timeout=120).returncode == found
