@@ -17,7 +17,7 @@ from .permutation import RowMap
 from .scaling import FLT_MAX
 from .storage import FP8_DTYPES, QuantizedStorage, cast
 
-_SOURCES, _BLOCK_ROWS = (torch.bfloat16, torch.float16, torch.float32), 128
+_BLOCK_ROWS = 128
 _ALIGNED = 16  # what grouped FP8 GEMMs ask of K; compiled for 100 columns, rows and columns together gave wrong codes
 _ALL_BUT_SIGN = (1 << 31) - 1
 _SIGN_AND_EXPONENT = -(1 << 23)  # 0xff800000 as an int32
@@ -31,7 +31,8 @@ def row_scaled_columns(x: torch.Tensor, fmt: Format, layout: Layout, copies: Row
     NaN and Inf leave their group's column with scale 1, as in a cast of the group alone. Rows after the last group
     get codes that nothing reads.
     """
-    return (with_kernels if _has_kernels(x, layout) else with_torch)(x, fmt, layout, copies)
+    by_group = goes_by_group(fmt, x.dtype, layout.align, x.device, transposed=True)
+    return (with_kernels if by_group else with_torch)(x, fmt, layout, copies)
 
 
 def block_columns(
@@ -41,13 +42,9 @@ def block_columns(
 
     copies: as `row_scaled_columns`'s. Rows after the last group get codes that nothing reads.
     """
-    if transposed and not fmt.tile and _has_kernels(x, layout):
+    if goes_by_group(fmt, x.dtype, layout.align, x.device, transposed=transposed):
         return with_kernels(x, fmt, layout, copies)
     return cast(layout.spread(x, copies), fmt, COLUMNWISE, transposed=transposed)
-
-
-def _has_kernels(x: torch.Tensor, layout: Layout) -> bool:
-    return x.dtype in _SOURCES and layout.align == _BLOCK_ROWS and ops_triton.reason(x.device) is None
 
 
 def with_torch(x: torch.Tensor, fmt: Format, layout: Layout, copies: RowMap | None = None) -> QuantizedStorage:
@@ -72,7 +69,7 @@ def goes_together(row: Format, col: Format, K: int) -> bool:
 
 def goes_by_group(fmt: Format, dtype: torch.dtype, align: int, device, *, transposed: bool) -> bool:
     """Whether columns in this format are made by `with_kernels`. device: a torch device, or its kind."""
-    has = dtype in _SOURCES and align == _BLOCK_ROWS and ops_triton.reason(device) is None
+    has = dtype in kernels.SOURCE_CODES and align == _BLOCK_ROWS and ops_triton.reason(device) is None
     return has and (scale_kind(fmt) == ROW or (scale_kind(fmt) == BLOCK and transposed))
 
 

@@ -221,12 +221,19 @@ def own_gemms(args) -> list[Subject]:
     }  # fmt: skip
     shapes = {"fprop": (T, N), "dgrad": (T, K), "wgrad": (E, N, K)}
     outs = {gemm: torch.empty(*shape, dtype=torch.bfloat16, device=DEVICE) for gemm, shape in shapes.items()}
+
+    def of_rows(a, b):
+        return scales(len(a)), scales(len(b))
+
+    def of_tiles(a, b):
+        deep = a.shape[1] // 128
+        return scales(len(a), deep), scales(len(b) // 128, deep)
+
     by_rows = [
-        ("rows, fast", grouped_cuda.ROW, True, lambda a, b: (scales(len(a)), scales(len(b)))),
-        ("rows, full", grouped_cuda.ROW, False, lambda a, b: (scales(len(a)), scales(len(b)))),
-        ("tiles", grouped_cuda.TILES, False,
-         lambda a, b: (scales(len(a), a.shape[1] // 128), scales(len(b) // 128, a.shape[1] // 128))),
-    ]  # fmt: skip
+        ("rows, fast", grouped_cuda.ROW, True, of_rows),
+        ("rows, full", grouped_cuda.ROW, False, of_rows),
+        ("tiles", grouped_cuda.TILES, False, of_tiles),
+    ]
     by_columns = [
         ("rows, full", grouped_cuda.ROW, lambda a, b: (scales(E, len(a)), scales(E, len(b)))),
         ("blocks", grouped_cuda.BLOCKS, lambda a, b: (scales(R // 128, len(a)), scales(R // 128, len(b)))),

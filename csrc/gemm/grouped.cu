@@ -57,7 +57,7 @@ struct Params {
 // Tiles of fprop and dgrad: a block of rows after the other, all columns of each. `look` reads what `at` needs of memory.
 template <Kind kKind>
 struct Rows {
-  [[maybe_unused]] static constexpr int kRun = 1;  // scales that are side by side
+  enum { kRun = 1 };  // scales that are side by side
   const Params& p;
   int across, tiles;
 
@@ -89,7 +89,7 @@ struct Rows {
 // Tiles of wgrad: a group after the other; each contracts its group's blocks, none where it is empty.
 template <Kind kKind>
 struct Columns {
-  [[maybe_unused]] static constexpr int kRun = 2;
+  enum { kRun = 2 };
   const Params& p;
   int down, across, tiles;
 
@@ -601,7 +601,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(at.staged(), kWarps);
     barrier_init(at.stored(), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    copies_see_stores();
   }
   __syncthreads();
   const Tiles tiles(p);

@@ -151,11 +151,6 @@ __device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group
                  : MH_32(d, 0), MH_32(d, 32), MH_32(d, 64), MH_32(d, 96)                                                   \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                            \
   }                                                                                                                        \
-  __device__ static inline void run(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool add) {                         \
-    asm volatile(MH_PRODUCT("m64n128k32", types, MH_SUMS_64, "%69", "{%64, %65, %66, %67}, %68")                           \
-                 : MH_32(d, 0), MH_32(d, 32)                                                                               \
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                        \
-  }                                                                                                                        \
   __device__ static inline void run(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {                         \
     asm volatile(MH_PRODUCT("m64n64k32", types, MH_SUMS_32, "%37", "{%32, %33, %34, %35}, %36")                            \
                  : MH_32(d, 0)                                                                                             \

@@ -5,8 +5,9 @@
 //   wgrad   dw = dy.T @ x     grad_output.columnwise  input.columnwise
 //
 // Of tensor-parallel ranks it is linear.py's: amaxes are reduced, operands gathered as payloads, and results summed where the
-// plan and the call's `Ranks` say. Casts and GEMMs are those of the other extensions, whose functions come in capsules (entry.h); what each operand is cast
-// to and which GEMM multiplies it is told once, as a `Plan`. megatron_hybrid/node.py makes it and holds what is left to Python.
+// plan and the call's `Ranks` say. Casts and GEMMs are those of the other extensions, whose functions come in capsules
+// (entry.h); what each operand is cast to and which GEMM multiplies it is told once, as a `Plan`. megatron_hybrid/node.py makes
+// it and holds what is left to Python.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>
