@@ -114,6 +114,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="run_distributed_tests.sh", description=__doc__.splitlines()[0])
     parser.add_argument("--nproc", type=int, help="ranks; default: the GPUs, at most 8, or 2 on the CPU")
     parser.add_argument("--backend", choices=("nccl", "gloo"), default="nccl" if gpus > 1 else "gloo")
+    parser.add_argument("--share-gpus", action="store_true", help="several ranks on a GPU: slow, the same results")
     parser.add_argument("--only", nargs="+", metavar="WORD", default=[""], help="suites whose name has one of these words")
     args = parser.parse_args()
     suites = [suite for suite in SUITES if any(word in suite.name for word in args.only)]
@@ -122,11 +123,12 @@ def main() -> int:
     nproc = args.nproc or (min(gpus, MOST_RANKS) if args.backend == "nccl" else 2)
     if nproc < 2:
         parser.error(f"--nproc {nproc}: the checks need two ranks")
-    if args.backend == "nccl" and nproc > gpus:
-        parser.error(f"--nproc {nproc} --backend nccl needs as many GPUs, found {gpus}")
+    if args.backend == "nccl" and (nproc > gpus if not args.share_gpus else not gpus):
+        parser.error(f"--nproc {nproc} --backend nccl needs as many GPUs, found {gpus}; --share-gpus: one or more")
     folder, began = Path(tempfile.mkdtemp(prefix="distributed_tests_")), time.monotonic()
     device = torch.cuda.get_device_name() if args.backend == "nccl" else "CPU"
-    print(f"{nproc} ranks, {args.backend}, {device}, torch {torch.__version__}", flush=True)
+    shared = f" of {gpus} GPU{'s' * (gpus > 1)}" if args.backend == "nccl" and nproc > gpus else ""
+    print(f"{nproc} ranks{shared}, {args.backend}, {device}, torch {torch.__version__}", flush=True)
     found = []
     for number, suite in enumerate(suites):
         new = list(rows(suite, args.backend, nproc, folder / str(number)))

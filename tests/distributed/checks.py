@@ -19,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from launch import torchrun
+from shared_gpus import take_gpu
 
 PREFIX = "check_"
 COLLECTIVE_SECONDS = 90  # then NCCL ends a rank that waits for one whose check failed
@@ -29,7 +30,7 @@ def arguments() -> argparse.Namespace:
     """A worker's command line."""
     parser = argparse.ArgumentParser(description="Checks on the ranks of torchrun.")
     parser.add_argument("folder", type=Path, help="rank r writes FOLDER/<r>.json, check -> traceback or null")
-    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl: a GPU a rank")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="nccl: on GPUs")
     parser.add_argument("--only", nargs="*", default=[], metavar="CHECK")
     return parser.parse_args()
 
@@ -39,8 +40,9 @@ def start(threads: int | None = None):
     import torch
 
     backend = arguments().backend
-    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", take_gpu(int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()))
         torch.cuda.set_device(device)
         torch.set_default_device(device)
     if threads is not None:

@@ -28,7 +28,9 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
 from mcore_cases import END
+from shared_gpus import take_gpu
 
 from megatron_hybrid import patches
 from megatron_hybrid.patches import cpu_device
@@ -80,6 +82,8 @@ def become(case: dict, rank: int, ranks: int, port: int, output: Path) -> None:
     os.environ |= {name: str(rank) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {name: str(ranks) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **case.get("environment", {})}
+    if "nccl" in sys.argv:
+        take_gpu(ranks, torch.cuda.device_count())
     # Megatron starts a process for this queue in every run that saves, which imports everything again
     filesystem_async._results_queue = queue.Queue()
     sys.argv = [word for word in case["argv"] if word != "-m"]

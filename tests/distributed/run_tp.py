@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from shared_gpus import take_gpu
 from tp_cases import (
     GEMM_OPERANDS, LAYOUTS, RECIPES, Ranks, close_sum, compare_gemm, on_the_wire, partial_sums, recipe, run, run_experts,
 )  # fmt: skip
@@ -435,9 +436,9 @@ def check_c30_rowwise_for_100_steps(ranks: Ranks):
 
 def start(backend: str) -> Ranks:
     """The process group of all ranks, and this rank's device."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    device = torch.device("cpu") if backend == "gloo" else torch.device("cuda", local)
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if backend == "nccl":
+        device = torch.device("cuda", take_gpu(int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()))
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group(backend, **({} if device.type == "cpu" else {"device_id": device}))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 from launch import REPOSITORY, script_module
+from shared_gpus import take_gpu
 
 pytestmark = pytest.mark.dist
 
@@ -60,3 +62,15 @@ def test_mistakes_end_with_a_line():
         capture_output=True, text=True, env={"PATH": "/usr/bin:/bin", "PYTHON": sys.executable},
     )  # fmt: skip
     assert done.returncode == 2 and "the checks need two ranks" in done.stderr
+
+
+@pytest.mark.parametrize("ranks, gpus, gpu, told_apart", [(2, 2, 1, False), (2, 1, 0, True), (4, 2, 1, True)])
+def test_a_rank_s_gpu(monkeypatch, ranks, gpus, gpu, told_apart):
+    """The last of the ranks: NCCL takes two ranks of a GPU for two machines, ranks with GPUs of their own for one."""
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, str(ranks - 1))
+    assert take_gpu(ranks, gpus) == gpu == int(os.environ["LOCAL_RANK"])
+    assert ("NCCL_HOSTID" in os.environ) is told_apart
