@@ -22,6 +22,7 @@ from megatron.core.utils import divide, get_pg_rank, get_pg_size
 from ..distributed.tp import TensorParallel, column_index_maps, column_sharding, row_index_maps, row_sharding
 from ..expert_weights import HoldsExpertWeights
 from ..grouped import ExpertRuntimes
+from ..grouped_at_once import group_sums
 from ..groups import Groups
 from ..permutation import permute_probs
 from ..plan import PlanError
@@ -173,6 +174,20 @@ class HybridGroupedRowLinear(HybridGroupedParallelLinear):
     sharded_rows = False
 
 
+class BiasOfRows(torch.autograd.Function):
+    """bias (E, N) -> (T, N), of every row its expert's. Gradients are summed in FP32 and in one order, where those of an
+    index would be in the bias's dtype (256 bf16 ones and no more), and on GPUs in any order."""
+
+    @staticmethod
+    def forward(ctx, bias, groups: Groups):
+        ctx.groups = groups
+        return bias.index_select(0, groups.of_row)
+
+    @staticmethod
+    def backward(ctx, dy):
+        return group_sums(dy, ctx.groups), None
+
+
 class HybridGroupedMLP(TEGroupedMLP):
     """Megatron's grouped MLP over our linears. The splits go to them as the dispatcher gives them: no host list."""
 
@@ -198,7 +213,7 @@ class HybridGroupedMLP(TEGroupedMLP):
         if self.activation_recompute:
             checkpoint.discard_output_and_register_recompute(y)
         if bias is not None:
-            y = (y + bias.index_select(0, groups.of_row) * probs).to(y.dtype)
+            y = (y + BiasOfRows.apply(bias, groups) * probs).to(y.dtype)
         return y, None
 
     def _activate(self, hidden, probs, where=None):

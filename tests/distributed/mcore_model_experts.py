@@ -117,6 +117,17 @@ def check_delayed_scales_are_an_expert_s_own():
     assert experts.linear_fc1.hq[0].input_rowwise_scale == 448 / x.abs().max().float()
 
 
+def check_gradients_of_experts_biases_keep_300_ones():
+    """Summed in FP32: in bf16 a sum of ones ends at 256. Sizes known to the host, and to the device only."""
+    parallel()
+    for where in ("cpu", torch.get_default_device()):
+        experts, _ = delayed_experts(num_experts=3, add_bias_linear=True)
+        splits = torch.tensor([300, 0, 7], device=where)
+        y, bias = experts(bf16(307, H, seed=3), splits, torch.ones(307))
+        y.sum().backward()
+        assert bias is None and torch.equal(experts.linear_fc2.bias.grad, splits.to(y).view(3, 1).expand(3, H))
+
+
 def delayed_experts(num_experts: int, **changes):
     """A grouped MLP scaled by history, and its driver in a step."""
     from megatron.core.quantization.quant_config import MatchContext, QuantizationConfig

@@ -16,9 +16,16 @@ from megatron_hybrid import Recipe
 from megatron_hybrid.gemm import grouped as gemms
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.mcore import dispatch, driver, experts, moe_layer
+from megatron_hybrid.mcore.spec import HybridLayerSpec
 
 OURS = {"alltoall": moe_layer.OneRankAllToAll, "allgather": moe_layer.OneRankAllGather}
 MEGATRON = {"alltoall": MoEAlltoAllTokenDispatcher, "allgather": MoEAllGatherTokenDispatcher}
+
+
+def unfused(recipe, **changes):
+    """Experts without `--moe-permute-fusion`, which the fused parts of a GPU turn on; run_moe_graph.py is about that."""
+    recipe = Recipe.load(recipe) if isinstance(recipe, str) else recipe
+    return moe(recipe, spec=HybridLayerSpec(recipe, fused=False), **changes)
 
 
 def dispatcher_of(model):
@@ -45,7 +52,7 @@ def there_and_back(dispatcher) -> torch.Tensor:
 def check_one_rank_s_dispatchers_read_no_sizes():
     for kind in ("alltoall", "allgather"):
         parallel()
-        dispatcher = dispatcher_of(moe("bf16", num_layers=1, moe_token_dispatcher_type=kind))
+        dispatcher = dispatcher_of(unfused("bf16", num_layers=1, moe_token_dispatcher_type=kind))
         assert type(dispatcher) is OURS[kind]
         sizes = there_and_back(dispatcher)
         assert sizes.is_meta and sizes.shape == (4,)
@@ -156,7 +163,7 @@ def check_a_layer_s_forward_and_backward_read_no_sizes():
         for where in (nullcontext, sizes_on_the_device):
             parallel()
             with products_at_once():
-                model = moe(chosen, num_layers=1, moe_token_dispatcher_type=kind)
+                model = unfused(chosen, num_layers=1, moe_token_dispatcher_type=kind)
                 driver.attach([model.module], seed=1).controller.begin_step(1)
                 layer, x, dy = moe_layers(model)[0], bf16(S, B, H, seed=3).requires_grad_(), bf16(S, B, H, seed=4)
                 with where():
