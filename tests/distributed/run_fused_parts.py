@@ -100,7 +100,7 @@ def check_evaluation_gives_the_loss_of_training():
 def check_choice():
     """Decided at build: by the device unless told, and by what each configuration needs."""
     parallel(tp=2)
-    plain = parts.choose(config(**FUSED))
+    plain = parts.choose(config(**FUSED), fused=False)
     assert plain == parts.LayerParts() == parts.LayerParts(HybridNorm, HybridNorm, SelfAttention, MLP, HybridGroupedMLP)
     fused = parts.choose(config(**FUSED), fused=True)
     classes = (fused.norm, fused.residual_norm, fused.self_attention, fused.mlp, fused.grouped_mlp)
