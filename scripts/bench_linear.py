@@ -3,8 +3,9 @@
     python scripts/bench_linear.py [--json OUT] [--recipes fp8_delayed fp8_current] [--shapes 4096x14336]
 
 Casts of x, w and dy are included; gradients are cleared each step. The floor of a recipe is its three GEMMs measured
-alone in the same run, plus the bytes its casts must move at the copy bandwidth of the same run. Results are checked
-against float64 products of the same operands. Inputs rotate and are larger than the L2.
+alone, plus the bytes its casts must move at the copy bandwidth of the same run. All steps and GEMMs take turns, so that
+they meet the same clocks: a card slows down under load. Results are checked against float64 products of the same
+operands. Inputs rotate and are larger than the L2.
 """
 
 from __future__ import annotations
@@ -169,18 +170,23 @@ def check(shape: Shape, words: str, layer) -> dict:
 def bench_shape(shape: Shape, recipes, rounds: int, copy: float, label: str) -> list[dict]:
     layers = {None: shape.layer(None), **{r: shape.layer(r) for r in recipes}}
     checked = {r: check(shape, r, layers[r]) for r in recipes}
-    us = interleaved_us({str(n): lambda i, m=m: shape.step(m, i) for n, m in layers.items()}, rounds)
-    rows = [{"shape": label, "recipe": "torch bf16", "us": us["None"], "speedup": 1.0,
+    cases = {}
+    for name, layer in layers.items():
+        cases[name] = lambda i, m=layer: shape.step(m, i)
+        if name is not None:
+            cases |= {(name, gemm): run for gemm, run in gemm_runs(shape, layer).items()}
+    us = interleaved_us(cases, rounds)
+    rows = [{"shape": label, "recipe": "torch bf16", "us": us[None], "speedup": 1.0,
              "kept": kept_bytes(shape, layers[None])}]  # fmt: skip
     for r in recipes:
         layer = layers[r]
-        gemms = interleaved_us(gemm_runs(shape, layer), max(rounds // 2, 3))
+        gemms = {gemm: us[r, gemm] for gemm in layer.plan.steps()}
         moved = cast_bytes(shape, layer)
         floor = sum(gemms.values()) + moved / copy / 1e6
         kernels = device_kernels(lambda i, m=layer: shape.step(m, i))
         row = {
             "shape": label, "recipe": r, "runs": {g: s.runs for g, s in layer.plan.steps().items()}, "us": us[r],
-            "speedup": us["None"] / us[r], "floor_us": floor, "over_floor": us[r] / floor, "gemms_us": gemms,
+            "speedup": us[None] / us[r], "floor_us": floor, "over_floor": us[r] / floor, "gemms_us": gemms,
             "cast_bytes": moved, "cast_floor_us": moved / copy / 1e6, "profile_us": kernel_shares(kernels),
             "kernels": kernels, "kept": kept_bytes(shape, layer), "distance": checked[r],
         }  # fmt: skip
