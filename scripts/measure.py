@@ -56,7 +56,7 @@ def bench(name: str, about: str, script: str, seconds: int, gpus: int = 1) -> Pa
 GPU_TESTS = "{python} -m pytest -q -m gpu -n {jobs} --dist loadfile tests --record-gpu {json}"
 SANITIZE = "compute-sanitizer --tool {tool} --error-exitcode 1 {{python}} tests/numerics/sanitize_casts.py"
 UNCACHED = "env PYTORCH_NO_CUDA_MEMORY_CACHING=1 "  # for memcheck to see where a tensor ends
-NCCL_CHECKS = "{python} scripts/run_distributed_tests.py --backend nccl --nproc"
+NCCL_CHECKS = "{python} scripts/run_distributed_tests.py --backend nccl --share-gpus --nproc"
 PARTS = (
     Part("tests", "every test marked gpu", GPU_TESTS, 420),
     Part("memcheck", "casts and grouped GEMMs, compute-sanitizer", UNCACHED + SANITIZE.format(tool="memcheck") + " --products", 200),
@@ -70,14 +70,14 @@ PARTS = (
     bench("statistics", "cost of --hq-stats-interval", "bench_statistics.py", 120),
     bench("moe", "layers of experts against bf16", "bench_moe.py --profile", 240),
     Part("speed", "tokens a second where not measured yet", "{python} scripts/convergence.py --speed {commit}", 60),
-    Part("nccl", "checks over NCCL on two GPUs", f"{NCCL_CHECKS} 2", 900, gpus=2),
+    Part("nccl", "checks over NCCL, two ranks, on one GPU or two", f"{NCCL_CHECKS} 2", 900),
     bench("tp", "tensor-parallel linears", "bench_tp.py --graphs", 120, gpus=2),
     bench("tp_caller", "the same, backward in the caller's thread", "bench_tp.py --main-thread", 90, gpus=2),
     bench("moe_ep", "experts spread over two GPUs",
           "bench_moe.py --expert-parallel 2 --dispatch high_precision quantized", 240, gpus=2),
     Part("training", "a GPT over NCCL, with CUDA graphs and without",
          "{python} scripts/bench_training.py --graphs --json {json} {commit}", 400, gpus=2),
-    Part("nccl_4", "checks over NCCL on four GPUs", f"{NCCL_CHECKS} 4", 600, gpus=4),
+    Part("nccl_4", "checks over NCCL, four ranks, on any number of GPUs", f"{NCCL_CHECKS} 4", 600),
 )  # fmt: skip
 
 

@@ -120,9 +120,10 @@ def main() -> int:
     suites = [suite for suite in SUITES if any(word in suite.name for word in args.only)]
     if not suites:
         parser.error(f"--only {' '.join(args.only)}: the suites are {', '.join(suite.name for suite in SUITES)}")
-    nproc = args.nproc or (min(gpus, MOST_RANKS) if args.backend == "nccl" else 2)
+    own = min(gpus, MOST_RANKS) if args.backend == "nccl" else 0
+    nproc = args.nproc or (own if own and not args.share_gpus else max(own, 2))
     if nproc < 2:
-        parser.error(f"--nproc {nproc}: the checks need two ranks")
+        parser.error(f"--nproc {nproc}: the checks need two ranks; --share-gpus has them on one GPU")
     if args.backend == "nccl" and (nproc > gpus if not args.share_gpus else not gpus):
         parser.error(f"--nproc {nproc} --backend nccl needs as many GPUs, found {gpus}; --share-gpus: one or more")
     folder, began = Path(tempfile.mkdtemp(prefix="distributed_tests_")), time.monotonic()
