@@ -21,7 +21,7 @@ Made by `python scripts/compatibility.py --write` of the rows that tests/distrib
 ranks, from one checkpoint, on the same eight sequences a step. Every two values that may stand beside each other, of layout, recipe,
 recomputation, model, embeddings and microbatches, do so in a row.
 
-- **bits**: every number of the run without recomputation.
+- **bits**: every number of the run without recomputation; where FSDP2 gathers payloads, of the one that gathers bf16.
 - **losses**: one rank's losses, bit for bit.
 - **close**: one rank's losses and gradient norms within what other sums and other blocks can do (the bounds stand in matrix_runs.py).
 - *on GPUs too*: a row that `scripts/run_distributed_tests.sh --backend nccl` runs on two of them.

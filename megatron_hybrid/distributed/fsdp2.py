@@ -21,7 +21,7 @@ from itertools import pairwise
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, is_bw
 
 from ..formats import DIRECTIONS
 from ..gathered_experts import GatheredExperts
@@ -256,11 +256,16 @@ class GatheredWeight:
     # ---- FSDP2's hooks
 
     def _choose(self) -> str:
-        """Which pass asks: FSDP2 says so in the state of the group it gathers."""
-        state = self._group._training_state
+        """Which pass asks: FSDP2 says so in the state of the group it gathers.
+
+        Both directions where FSDP2 keeps what it gathered for the next pass: after a forward that is not resharded, or
+        is a recomputation, which backward follows; after a backward that is not resharded, which a forward follows.
+        """
+        group, state = self._group, self._group._training_state
         if state == TrainingState.FORWARD:
-            return BOTH if self._group.post_forward_mesh_info is None else FORWARD  # None: not resharded after forward
-        return BACKWARD if state == TrainingState.PRE_BACKWARD and not self.recompute else BOTH
+            return BOTH if group.post_forward_mesh_info is None or is_bw() else FORWARD
+        stays = self.recompute or not group.reshard_after_backward
+        return BACKWARD if state == TrainingState.PRE_BACKWARD and not stays else BOTH
 
     def _before(self, mesh, outer_size, outer_stride, module, mp_policy):
         """(inputs of the all-gather, what `_after` gets)."""

@@ -62,7 +62,7 @@ RECOMPUTE = {
     **{modules: (*_SELECTIVE, *modules.split()) for modules in (OF_DENSE, OF_EXPERTS, MOE)},
 }
 _QUANTIZED = {"weights": "quantized", "param_gather": "both"}
-LIVES, LIVES_MIXED = "lives", "lives_mixed"
+LIVES, LIVES_MIXED, PAYLOADS = "lives", "lives_mixed", "payloads"
 # recipe -> (what the table says, shipped recipe it is made of, fields that change)
 RECIPES = {
     "bf16": ("bf16", "bf16", {}),
@@ -77,6 +77,7 @@ RECIPES = {
              {"lm_head": True, "rules": [{"match": {"steps": "3:"}, "use": {"fprop": "high_precision"}}]}),
     LIVES: ("mxfp8, weights live quantized", "mxfp8", {**_QUANTIZED, "master_cast": "param_dtype"}),
     LIVES_MIXED: (f"{MIXED}, weights live quantized", MIXED, _QUANTIZED),
+    PAYLOADS: (f"{MIXED}, FSDP2 gathers payloads", MIXED, {"param_gather": "both"}),
 }  # fmt: skip
 # model -> (what the table says, flags)
 DENSE, SPARSE = "dense", "experts"
@@ -162,6 +163,8 @@ class Row:
         """(what it is compared with, how: `BITS` of every number, `LOSSES` bit for bit, or `CLOSE`)."""
         if self.is_recomputed:
             return replace(self, recompute=NONE), BITS
+        if self.recipe == PAYLOADS:
+            return replace(self, recipe=MIXED), BITS
         recipe = "mxfp8" if self.recipe == LIVES else self.recipe
         how = CLOSE if self.other_sums else LOSSES
         microbatches = 2 if how == CLOSE else self.microbatches * self.replicas
@@ -182,7 +185,7 @@ class Row:
         return "; ".join(reason for reason, holds in reasons.items() if holds)
 
 
-OBVIOUS = NO_EXPERTS, NO_MLP = "needs experts", "has no dense MLP"
+OBVIOUS = NO_EXPERTS, NO_MLP, NO_GATHERS = "needs experts", "has no dense MLP", "needs FSDP2"
 
 
 def reasons_not(row: Row) -> list[str]:
@@ -194,6 +197,7 @@ def reasons_not(row: Row) -> list[str]:
         f"more than {MOST_RANKS} ranks": row.ranks > MOST_RANKS,
         NO_EXPERTS: experts_alone and not row.has_experts,
         NO_MLP: row.recompute == OF_DENSE and row.has_experts,
+        NO_GATHERS: row.recipe == PAYLOADS and not fsdp,
         "refused: quantized weights need the distributed optimizer": row.lives and not row.distributed_optimizer,
         "Megatron: experts under tensor parallelism need sequence parallelism": row.has_experts and row.tensor == "TP 2",
         "Megatron: interleaved stages need as many microbatches": "two stages" in row.stages and row.microbatches < 2,
@@ -270,7 +274,8 @@ PP2, VPP2, CP2 = dict(stages="PP 2", microbatches=2), dict(stages="PP 2, two sta
 ON_GPUS = [
     Row("fp8_current", **TP2_SP), Row(MIXED, **TP2_SP, recompute=FULL), Row("mxfp8", **PP2), Row("fp8_block", **VPP2),
     Row("fp8_delayed", **CP2), Row(MIXED, **CP2, recompute=OF_DENSE), Row("fp8_current", **DP2), Row(LIVES, **DP2, microbatches=2),
-    Row("nvfp4", data="DP 2", recompute=OF_DENSE), Row("fp8_block", data="FSDP2 over 2"), Row(EXPERTS, SPARSE, data="EP 2"),
+    Row("nvfp4", data="DP 2", recompute=OF_DENSE), Row("fp8_block", data="FSDP2 over 2"),
+    Row(PAYLOADS, data="FSDP2 over 2"), Row(PAYLOADS, data="FSDP2 over 2", recompute=FULL), Row(EXPERTS, SPARSE, data="EP 2"),
     Row("mxfp8", SPARSE, data="EP 2", recompute=OF_EXPERTS),
 ]  # fmt: skip
 # beside them, what a user is likely to combine, whatever pairs it brings

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+from functools import partial
 
 import fsdp2_experts
 import torch
@@ -48,17 +49,19 @@ class Model(torch.nn.Module):
         return x
 
 
-def build(recipe, *, gather=True, reshard=True, mesh=None, recompute=False, policy=None, seed=1, skips=False):
-    """(model, controller, gathers), the gathers' None without; skips: the recipe leaves nothing to gather."""
+def build(recipe, *, gather=True, reshard=True, mesh=None, recompute=False, said=True, policy=None, seed=1, skips=False,
+          kind=Model):  # fmt: skip
+    """(model, controller, gathers), the gathers' None without; said: to the gathers, that a model recomputes; skips:
+    the recipe leaves nothing to gather."""
     torch.manual_seed(seed)
-    model = Model(recompute)
+    model = kind(recompute)
     mesh = mesh or init_device_mesh(DEVICE, (WORLD,))
     options = dict(mesh=mesh, reshard_after_forward=reshard, **({"mp_policy": policy} if policy else {}))
     for layer in model.layers:
         fully_shard(layer, **options)
     fully_shard(model, **options)
     ctl = mh.prepare(model, recipe, num_microbatches=2)
-    gathers = mh.gather_quantized(model, ctl, recompute=recompute) if gather else None
+    gathers = mh.gather_quantized(model, ctl, recompute=recompute and said) if gather else None
     assert not gather or bool(gathers.weights) != skips, gathers.skipped
     return model, ctl, gathers
 
@@ -127,6 +130,74 @@ def check_training_equals_high_precision_gathers():
         expected = train(plain[0], plain[1], sgd(plain[0]))
         model, ctl, _ = build(recipe, **options)
         assert_same(train(model, ctl, sgd(model)), expected)
+
+
+class Spanning(Model):
+    """One recomputation over two units of FSDP2. reentrant: of `checkpoint`; None: without."""
+
+    reentrant: bool | None = None
+
+    def forward(self, x):
+        first = self.first if self.reentrant is None else partial(checkpoint, self.first, use_reentrant=self.reentrant)
+        return torch.tanh(self.layers[2](first(x)))
+
+    def first(self, x):
+        for layer in self.layers[:2]:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def check_recomputation_over_several_layers():
+    """Both kinds of `checkpoint` over layers that FSDP2 gathers one by one, whose forwards run again in backward before
+    it asks for them there: the bits of no recomputation, histories of delayed scales too."""
+    for row, col in (("mxfp8_e4m3", "nvfp4"), ("fp8_delayed_e4m3:history=3", "fp8_delayed_e5m2:history=3")):
+        found = []
+        for reentrant in (None, False, True):
+            model, ctl, _ = build(weight_recipe(row, col), recompute=reentrant is not None, kind=Spanning)
+            model.reentrant = reentrant
+            inputs = lambda i, j: batch(i, j).requires_grad_()  # noqa: E731
+            losses, weights = trained(model, ctl, sgd(model), inputs, 3, dist.group.WORLD)
+            found.append((losses, [*weights, *(b.clone() for b in model.buffers())]))
+        for one in found[1:]:
+            assert_same(one, found[0])
+
+
+def check_recomputation_must_be_said():
+    """Else backward has gathered one direction only: an error that says which, before a number is wrong."""
+    model, ctl, _ = build(weight_recipe("mxfp8_e4m3", "nvfp4"), recompute=True, said=False)
+    with raises(mh.PlanError, "rowwise is stale"):
+        train(model, ctl, sgd(model), steps=1)
+
+
+def check_gradients_add_up_in_fp32_before_they_are_reduced():
+    """Microbatches that FSDP2 does not reduce after, with weights that stay gathered in between or do not: losses and
+    weights of high-precision gathers, and where each of 300 bf16 gradients is one, 300."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    recipe = weight_recipe("mxfp8_e4m3", "nvfp4", master_cast="param_dtype")
+    for stays in (False, True):
+        found = []
+        for gather in (False, True):
+            model, ctl, _ = build(recipe, gather=gather, policy=policy)
+
+            def forward(x, model=model, calls=itertools.count()):
+                last = next(calls) % 2 == 1
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last or not stays)
+                return model(x)
+
+            found.append(trained(model, ctl, sgd(model), batch, 3, forward=forward))
+        assert_same(*found)
+    model = mh.HybridLinear(64, 32, bias=False)
+    fully_shard(model, mesh=init_device_mesh(DEVICE, (WORLD,)), mp_policy=policy)
+    ctl = mh.prepare(model, recipe, num_microbatches=300)
+    assert mh.gather_quantized(model, ctl).weights
+    ctl.begin_step(1)
+    for i in range(300):
+        ctl.microbatch(i)
+        model.set_requires_gradient_sync(i == 299)
+        model(torch.ones(1, 64)).sum().backward()
+    grad = model.weight.grad
+    assert grad.dtype == torch.float32 and torch.equal(full(grad), torch.full((32, 64), 300.0))
 
 
 def check_shipped_recipes():
@@ -199,13 +270,45 @@ def check_bytes_on_the_wire():
     assert f"{row:,}" in str(gathers) and f"{column:,}" in str(gathers)
 
 
+def check_amaxes_travel_in_one_collective_a_step():
+    """And nowhere else: forwards and backwards gather weights and reduce gradients, an optimizer sends nothing."""
+    delayed, tensors = ("nvfp4", "fp8_delayed_e4m3:history=3"), 2 * ("fp8_current_e4m3",)
+    for pair in (("mxfp8_e4m3:2d", "nvfp4:2d"), delayed, tensors):
+        model, ctl, _ = build(weight_recipe(*pair))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for i in (1, 2):
+            with on_the_wire() as before:
+                ctl.begin_step(i)
+            with on_the_wire() as during:
+                for j in range(2):
+                    ctl.microbatch(j)
+                    model(batch(i, j)).square().sum().backward()
+            with on_the_wire() as after:
+                optimizer.step()
+                optimizer.zero_grad()
+                ctl.end_step()
+            assert [(s.name, s.dtype, s.op) for s in before] == [("all_reduce", torch.int32, dist.ReduceOp.MAX)], before
+            assert {s.name for s in during} == {"all_gather_into_tensor", "reduce_scatter_tensor"}, during
+            assert not after, after
+
+
+def alive() -> tuple[int, int]:
+    """Tensors that are there, and bytes of their memory, of each piece once; on a GPU all that is allocated."""
+    gc.collect()
+    tensors = [o for o in gc.get_objects() if issubclass(type(o), torch.Tensor)]
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+        return len(tensors), torch.cuda.memory_allocated()
+    storages = {s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors if torch._C._has_storage(t))}
+    return len(tensors), sum(storages.values())
+
+
 def check_memory():
-    """P44, P51: the same tensors every iteration, freed after use, and no more of them after 20 steps than after 2."""
+    """P44, P51: the same tensors every iteration, freed after use, and no more of them after 200 steps than after 3."""
     model, ctl, gathers = build(weight_recipe("mxfp8_e4m3", "nvfp4"))
     optimizer = sgd(model)
-    w = gathers.weights[0]
-
-    def step(i):
+    w, counts = gathers.weights[0], []
+    for i in range(1, 201):
         ctl.begin_step(i)
         model(batch(i, 0)).square().sum().backward()
         optimizer.step()
@@ -213,13 +316,11 @@ def check_memory():
         ctl.end_step()
         sizes = [b.untyped_storage().size() for b in w.passes["both"].buffers]
         assert sizes == [0] * len(sizes), sizes
-        gc.collect()
-        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
-
-    counts = [step(i) for i in range(1, 21)]
+        if i in (3, 20, 200):
+            counts.append(alive())
     unsharded = w._param._unsharded_param
-    assert unsharded.rowwise.qdata is w.tensor.rowwise.qdata and counts[-1] == counts[2], counts
-    ctl.begin_step(21)
+    assert unsharded.rowwise.qdata is w.tensor.rowwise.qdata and len(set(counts)) == 1, counts
+    ctl.begin_step(201)
     with torch.no_grad():
         model.layers[0](batch(1, 0))
     held = [w.tensor.rowwise.qdata, w.tensor.columnwise.qdata]
@@ -288,21 +389,20 @@ def training_state(model, optimizer) -> dict:
 
 
 def check_checkpoint_across_layouts():
-    """P50: files hold plain high-precision tensors; from four ranks to two and from two to four, AdamW's moments too, the
-
-    next outputs are the same.
-    """
-    recipe, four = weight_recipe("mxfp8_e4m3", "nvfp4"), init_device_mesh(DEVICE, (WORLD,))
+    """P50: files hold plain high-precision tensors; from four ranks to two and from two to four, AdamW's moments and
+    histories of delayed scales too. The next step is the same bit for bit: its gradients are alike on all ranks, and
+    sums of them exact."""
+    four = init_device_mesh(DEVICE, (WORLD,))
     pairs = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("copy", "shard"))["shard"]
-    for name, source, target in (("4 to 2", four, pairs), ("2 to 4", pairs, four)):
-        folder = arguments().folder / f"dcp {name}"
+    delayed = "fp8_delayed_e4m3:history=3", "fp8_delayed_e5m2:history=3"
+    formats = {"mixed": ("mxfp8_e4m3", "nvfp4"), "delayed": delayed}
+    directions = {"4 to 2": (four, pairs), "2 to 4": (pairs, four)}
+    for (name, (source, target)), (what, both) in itertools.product(directions.items(), formats.items()):
+        folder, recipe = arguments().folder / f"dcp {name} {what}", weight_recipe(*both)
         model, ctl, _ = build(recipe, mesh=source)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         for step in (1, 2):
-            ctl.begin_step(step)
-            model(batch(step, 0, rank=source.get_local_rank())).square().sum().backward()  # copies get the same
-            optimizer.step()
-            optimizer.zero_grad()
+            one_step(model, ctl, optimizer, step, source.get_local_rank())  # copies get the same
         state = training_state(model, optimizer)
         if source is four or dist.get_rank() < 2:
             dcp.save(state, checkpoint_id=folder, process_group=source.get_group())
@@ -312,18 +412,31 @@ def check_checkpoint_across_layouts():
         found = training_state(loaded, optimizer2)
         dcp.load(found, checkpoint_id=folder, process_group=target.get_group())
         set_state_dict(loaded, optimizer2, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
-        moments = [
-            [full(state) for p in m.parameters() for state in o.state[p].values()]
-            for m, o in ((model, optimizer), (loaded, optimizer2))
-        ]
-        assert len(moments[0]) == 3 * len(list(model.parameters()))
-        weights = [[full(p) for p in m.parameters()] for m in (model, loaded)]
-        for a, b in (*zip(*moments, strict=True), *zip(*weights, strict=True)):
-            assert torch.equal(a, b), name
-        for control in (ctl, ctl2):
-            control.begin_step(3)
-        with torch.no_grad():
-            assert torch.equal(loaded(batch(3, 0, rank=0)), model(batch(3, 0, rank=0))), name
+        sides = (model, optimizer, ctl), (loaded, optimizer2, ctl2)
+        assert_equal_training(*sides, (name, what))
+        losses = [one_step(m, c, o, 3, 0) for m, o, c in sides]
+        assert torch.equal(*losses), (name, what, losses)
+        assert_equal_training(*sides, (name, what, "a step later"))
+
+
+def one_step(model, ctl, optimizer, step: int, rank: int) -> torch.Tensor:
+    """The loss of the microbatch that a rank has in this step."""
+    ctl.begin_step(step)
+    loss = model(batch(step, 0, rank=rank)).square().sum()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    ctl.end_step(dist.group.WORLD)
+    return loss.detach()
+
+
+def assert_equal_training(one, other, what) -> None:
+    """Weights, buffers and the optimizer's moments of two (model, optimizer, controller), however they are sharded."""
+    moments = [[full(state) for p in m.parameters() for state in o.state[p].values()] for m, o, _ in (one, other)]
+    assert len(moments[0]) == 3 * len(list(one[0].parameters()))
+    rest = [[full(t) for t in (*m.parameters(), *m.buffers())] for m, *_ in (one, other)]
+    for a, b in (*zip(*moments, strict=True), *zip(*rest, strict=True)):
+        assert torch.equal(a, b), what
 
 
 def main() -> None:

@@ -38,6 +38,8 @@ defaults: {fprop: mxfp8_e4m3, dgrad: nvfp4, wgrad: nvfp4}
 param_gather: both
 """
 FSDP2 = ["--use-torch-fsdp2", "--ckpt-format", "torch_dist"]
+# both layers in one: the first is gathered where it is recomputed, before backward asks for it
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "2"]
 WITHOUT_DISTRIBUTED_OPTIMIZER = [flag for flag in MODEL if flag != "--use-distributed-optimizer"]
 
 
@@ -91,6 +93,8 @@ CASES = [
          parallel=FSDP2, model=WITHOUT_DISTRIBUTED_OPTIMIZER),
     ours("fsdp2_resumed", "--hq-recipe", "{folder}/payloads.yaml", "--load", "{folder}/fsdp2_ckpt", "--ckpt-step", "2",
          parallel=FSDP2, model=WITHOUT_DISTRIBUTED_OPTIMIZER),
+    ours("fsdp2_recomputed", "--hq-recipe", "{folder}/payloads.yaml", *RECOMPUTE, parallel=FSDP2,
+         model=WITHOUT_DISTRIBUTED_OPTIMIZER),
     ours("gpt", "--hq-recipe", MIXED, "--save", "{folder}/gpt", "--save-interval", "2", FULLY),
     ours("hybrid", "--hq-recipe", MIXED, *HYBRID, "--load", "{folder}/gpt", "--ckpt-step", "2", FULLY,
          "--save", "{folder}/hybrid", "--save-interval", "3"),
@@ -144,6 +148,7 @@ def test_fsdp2_gathers_payloads_and_resumes(runs):
     drop = lambda entry: {k: v for k, v in entry.items() if k != "ms"}  # noqa: E731
     assert {i: drop(e) for i, e in payloads.items()} == {i: drop(e) for i, e in high.items()}
     assert sorted(resumed) == [3, 4] and all(drop(e) == drop(payloads[i]) for i, e in resumed.items())
+    same(numbers(runs, "fsdp2_recomputed"), payloads)
     assert "bytes a rank sends" in runs[1]["fsdp2_payloads"].output[0]
     assert "bytes a rank sends" not in runs[1]["fsdp2"].output[0]
 

@@ -51,8 +51,8 @@ def test_rows_are_distinct_and_begin_with_what_is_asked_for(rows):
     assert not any(row.is_recomputed for row in rows.references(rows.ROWS))
 
 
-def test_a_dozen_for_two_gpus(rows):
-    assert len(rows.ON_GPUS) == 12 and {row.ranks for row in rows.ON_GPUS} == {2}
+def test_a_dozen_and_two_for_two_gpus(rows):
+    assert len(rows.ON_GPUS) == 14 and {row.ranks for row in rows.ON_GPUS} == {2}
     assert all(sum(getattr(row, axis) != rows.NONE for axis in rows.LAYOUT) == 1 for row in rows.ON_GPUS)
 
 
