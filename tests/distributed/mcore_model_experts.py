@@ -8,8 +8,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 import tp_cases
-from mcore_model_common import B, F, H, S, bf16, build, config, losses, parallel, rank, summed
+from mcore_model_common import MIXED, B, F, H, S, bf16, build, config, losses, parallel, rank, summed
 from megatron.core import mpu
+from megatron.core.activations import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from tp_cases import Ranks, close_sum, compare_gemm, partial_sums, recorded_operands
@@ -37,7 +38,7 @@ def moe(recipe, *, grouped=True, **changes):
 
 
 def moe_layers(model):
-    return [layer.mlp for layer in model.module.decoder.layers]
+    return [layer.mlp for layer in getattr(model, "module", model).decoder.layers]
 
 
 def route_to(model, experts: list[int]) -> None:
@@ -54,22 +55,26 @@ def route_to(model, experts: list[int]) -> None:
 
 
 def check_a_rank_whose_experts_get_no_token():
-    """c01, c03: gradients there exist and are zero, hooks fire, nobody waits for anybody."""
-    for recipe in ("bf16", ROWSCALED, "fp8_delayed", "nvfp4"):
+    """c01, c03: gradients there exist and are zero, hooks fire, nobody waits for anybody; grouped and one by one,
+    whichever dispatcher brings no token."""
+    everyone = itertools.product(("bf16", ROWSCALED, "fp8_delayed", "nvfp4"), (True, False), ("alltoall",))
+    for recipe, grouped, dispatcher in (*everyone, (ROWSCALED, True, "allgather"), (ROWSCALED, False, "allgather")):
         parallel(ep=2)
-        model = moe(recipe)
-        driver.attach([model.module], seed=1).controller.begin_step(1)
+        model = moe(recipe, grouped=grouped, moe_token_dispatcher_type=dispatcher)
+        attached = driver.attach([model.module], seed=1)
+        if attached is not None:
+            attached.controller.begin_step(1)
         route_to(model, [0, 1])
-        fired = []
+        fired, weights = [], []
         for layer in moe_layers(model):
             for name, weight in layer.experts.named_parameters():
                 weight.register_post_accumulate_grad_hook(lambda w, name=name: fired.append(name))
+                weights.append(weight)
         losses(model).sum().backward()
-        assert len(fired) == 4, fired
-        for layer in moe_layers(model):
-            for weight in (layer.experts.linear_fc1.weight, layer.experts.linear_fc2.weight):
-                assert torch.isfinite(weight.grad).all()
-                assert (weight.grad.abs().sum() > 0) == (rank() == 0), recipe
+        assert len(fired) == len(weights) == (4 if grouped else 8), (recipe, grouped, fired)
+        for weight in weights:
+            assert torch.isfinite(weight.grad).all()
+            assert (weight.grad.abs().sum() > 0) == (rank() == 0), (recipe, grouped, dispatcher)
 
 
 def check_main_grad_of_experts_without_tokens_is_untouched():
@@ -207,39 +212,92 @@ def check_routing_and_aux_loss_do_not_see_padding():
         assert all(torch.equal(a, b) for a, b in zip(found[0], other))
 
 
+def either_implementation(recipe, **changes):
+    """(a model of one layer, its experts' parameters by name: a stack, or a list), grouped and then one by one: the
+    same values, biases drawn too."""
+    source = None
+    for grouped in (True, False):
+        parallel(ep=2)
+        model = moe(recipe, grouped=grouped, num_layers=1, **changes)
+        rest = {n: p for n, p in model.named_parameters() if ".experts." not in n}
+        experts = moe_layers(model)[0].experts
+        each = [experts] if grouped else experts.local_experts
+        own = {name: [expert.get_parameter(name) for expert in each] for name, _ in each[0].named_parameters()}
+        with torch.no_grad():
+            for name, stack in own.items() if grouped else ():
+                if name.endswith("bias"):
+                    stack[0].copy_(bf16(*stack[0].shape, seed=len(name)) / 4)
+            if source is not None:
+                pairs = [(p, source[0][name]) for name, p in rest.items()]
+                pairs += [pair for name, of in own.items() for pair in zip(of, source[1][name][0], strict=True)]
+                for mine, value in pairs:
+                    mine.copy_(value)
+        source = rest, own
+        yield model, own
+
+
+def gradients_of_stacks(own: dict) -> list[torch.Tensor]:
+    """Of experts' parameters, whichever implementation has them."""
+    return [of[0].grad if len(of) == 1 else torch.stack([p.grad for p in of]) for of in own.values()]
+
+
 def check_grouped_and_sequential_experts_agree():
-    """The same weights give the same bits in either implementation, whatever the recipe: losses and gradients."""
-    for recipe in (ROWSCALED, "mxfp8_fprop_nvfp4_bwd", "fp8_rowwise"):
+    """The same weights give the same bits in either implementation, whatever the recipe: losses and gradients; also
+    where tokens are dropped."""
+    dropped = dict(moe_expert_capacity_factor=0.75)
+    cases = [(recipe, {}) for recipe in ("bf16", ROWSCALED, MIXED, "fp8_rowwise")] + [(ROWSCALED, dropped)]
+    for recipe, changes in cases:
         results = []
-        weights = None
-        for grouped in (True, False):
-            parallel(ep=2)
-            model = moe(recipe, grouped=grouped, num_layers=1)
-            controller = driver.attach([model.module], seed=1).controller
-            for runtime in controller.runtimes:  # a GPU's own products of many experts at once sum in another order
+        for model, own in either_implementation(recipe, **changes):
+            attached = driver.attach([model.module], seed=1)
+            for runtime in moe_runtimes(model):  # a GPU's own products of many experts at once sum in another order
                 runtime.backend = "reference"
                 runtime.replan(runtime.recipe)
-            controller.begin_step(1)
-            experts = moe_layers(model)[0].experts
-            if grouped:
-                weights = [experts.linear_fc1.weight, experts.linear_fc2.weight]
-                state = {n: p for n, p in model.named_parameters() if ".experts." not in n}
-            else:
-                with torch.no_grad():
-                    for name, value in model.named_parameters():
-                        if ".experts." not in name:
-                            value.copy_(state[name])
-                    for expert, fc1, fc2 in zip(experts.local_experts, *weights):
-                        expert.linear_fc1.weight.copy_(fc1)
-                        expert.linear_fc2.weight.copy_(fc2)
+            if attached is not None:
+                attached.controller.begin_step(1)
             loss = losses(model)
             loss.sum().backward()
-            grads = [weights[0].grad, weights[1].grad] if grouped else [
-                torch.stack([getattr(e, name).weight.grad for e in experts.local_experts])
-                for name in ("linear_fc1", "linear_fc2")
-            ]  # fmt: skip
-            results.append([loss, *grads])
-        assert all(torch.equal(a, b) for a, b in zip(*results)), recipe
+            results.append([loss, *gradients_of_stacks(own)])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), (recipe, changes)
+
+
+def moe_runtimes(model) -> list[LinearRuntime]:
+    return [module for module in model.modules() if isinstance(module, LinearRuntime)]
+
+
+# what a configuration may ask of experts: each changes numbers, and must in both implementations alike
+SETTINGS = {
+    "": {},
+    "biases": dict(add_bias_linear=True),
+    "not gated, biases": dict(gated_linear_unit=False, activation_func=torch.nn.functional.gelu, add_bias_linear=True),
+    "clamped": dict(activation_func=quick_gelu, activation_func_clamp_value=0.01, glu_linear_offset=1.0),
+    "one expert": dict(moe_router_topk=1, moe_router_pre_softmax=True),
+    "weights before": dict(moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True),
+    "shared": dict(moe_shared_expert_intermediate_size=F),
+    "shared, overlapped": dict(moe_shared_expert_intermediate_size=F, moe_shared_expert_overlap=True),
+    "dropped": dict(moe_expert_capacity_factor=0.75),
+    "padded": dict(moe_expert_capacity_factor=0.75, moe_pad_expert_input_to_capacity=True),
+    "sigmoid": dict(moe_router_score_function="sigmoid", moe_router_topk_scaling_factor=2.5, moe_router_dtype="fp32"),
+}
+ALIKE = ("shared, overlapped", "shared"), ("padded", "dropped")
+
+
+def check_settings_of_experts_act_as_in_megatron_s_own_mlp():
+    """Grouped experts against Megatron's own MLP an expert, in FP32: losses and gradients within some roundings."""
+    fp32 = dict(bf16=False, params_dtype=torch.float32, pipeline_dtype=torch.float32)
+    found = {}
+    for what, changes in SETTINGS.items():
+        results = []
+        for model, own in either_implementation("bf16", **fp32, **changes):
+            loss = losses(model)
+            loss.sum().backward()
+            results.append([loss.detach(), *gradients_of_stacks(own)])
+        for a, b in zip(*results, strict=True):
+            assert (a - b).norm() <= 512 * 2.0**-24 * b.norm(), (what, float((a - b).norm() / b.norm()))
+        found[what] = results[0][0]
+    for one, other in itertools.combinations(SETTINGS, 2):
+        alike = {one, other} in map(set, ALIKE)
+        assert alike == ((found[one] - found[other]).norm() <= 2.0**-18 * found[one].norm()), (one, other)
 
 
 def check_permutation_in_our_kernels_places_is_megatron_s():
