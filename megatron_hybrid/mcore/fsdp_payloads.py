@@ -4,7 +4,7 @@ Megatron-FSDP keeps FP32 masters and gradients of a group of weights in its own 
 gathered and let go. In the place of its weights' shards there are `PayloadBuffer`s: what travels is a rank's share of the
 payloads, cast from its masters once a step (`param_gather.ShardedWeights`), laid out by payload. Where a group's memory
 comes and goes, forward gathers what fprop reads and backward, which Megatron-FSDP calls the transposed weights, what dgrad
-reads. `patches.megatron_fsdp` calls what is here.
+reads, and both where linears are recomputed inside of a unit. `patches.megatron_fsdp` calls what is here.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import Bucket, DataParallelBuffer
+from megatron.core.transformer.module import MegatronModule
 
 from ..distributed.param_gather import HIGH_PRECISION, ShardedWeights, part_read, reduce_amaxes
 from ..distributed.shard_map import overlap
@@ -24,6 +25,7 @@ from ..tensor_owner import write_keys
 from .param_sync import gathers_of, holds_quantized
 
 FORWARD, BACKWARD = False, True  # what Megatron-FSDP calls `bwd`
+PARTS_WITH_LINEARS = {"mlp", "moe", "shared_experts"}  # of what Megatron's selective recomputation knows
 STAND_IN = ("_rowwise_data", "_columnwise_data")  # where Megatron-FSDP looks for the bytes of Transformer Engine's tensors
 
 
@@ -89,13 +91,14 @@ class GroupGather:
     """Casts and gathers the weights of one of Megatron-FSDP's parameter groups.
 
     group: its `ParameterGroup`, whose buffers are there and hold the masters. Where it has a buffer of transposes, forward
-    and backward gather apart. Raises `PlanError` for weights without FP32 masters.
+    and backward gather apart. recomputes: forwards run again in backward, over what that has gathered. Raises `PlanError`
+    for weights without FP32 masters.
     """
 
     brings_bytes = True  # a parameter is empty until a gather
 
-    def __init__(self, group):
-        self.params, self.group = group.params, group
+    def __init__(self, group, recomputes: bool):
+        self.params, self.group, self.recomputes = group.params, group, recomputes
         weights, self._masters = group.model_weight_buffer, group.main_weight_buffer
         if self._masters is None or self._masters.dtype != torch.float32:
             raise PlanError(
@@ -130,7 +133,7 @@ class GroupGather:
         self._mark()
 
     def _pass(self, which: bool) -> Pass:
-        reads = dict(forward=which == FORWARD, backward=which == BACKWARD or not self.apart)
+        reads = dict(forward=which == FORWARD or self.recomputes, backward=which == BACKWARD or not self.apart)
         parts = [part_read(param, **reads) for param in self.params]
         mode = self.params[0]._stale.owner.recipe.param_gather
         return Pass(ShardedWeights(parts, self.ranges, self.rank, gather=mode), parts)
@@ -252,6 +255,13 @@ def cast_groups(gathers: list[GroupGather]) -> None:
             gather.cast({which: next(found) for which in gather.passes})
 
 
+def _recomputes_linears(model) -> bool:
+    """Whether backward runs forwards of linears again without a gather for them: Megatron-FSDP has one for a unit's."""
+    configs = {id(m.config): m.config for m in model.modules() if isinstance(m, MegatronModule)}.values()
+    selective = [set(c.recompute_modules) for c in configs if c.recompute_granularity == "selective"]
+    return any(modules & PARTS_WITH_LINEARS for modules in selective)
+
+
 # ---- what the patch puts around Megatron-FSDP's functions
 
 
@@ -282,7 +292,8 @@ def around_init_buffers(original):
         for group in groups:
             if group.fsdp_unit_id is None:  # gathered once for both passes
                 group.transpose_weight_buffer = None
-        cast_groups([GroupGather(group) for group in groups])
+        recomputes = _recomputes_linears(self.module)
+        cast_groups([GroupGather(group, recomputes) for group in groups])
 
     return _init_each_parameter_group_buffers
 

@@ -16,12 +16,15 @@ WATCHED = str(HERE / "watched_pretrain.py")
 SHARDED, GRADS, OPTIM = "optim_grads_params", "optim_grads", "optim"
 UNCLIPPED = ["--clip-grad", "1e6"]  # norms of gradients are sums of shards, whose order differs
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+TWO_LAYERS = [*FULL[:-1], "2"]
+SELECTIVE = ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "layernorm"]
 TWO_MICROBATCHES = ["--global-batch-size", "16"]
 EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64", "--moe-aux-loss-coeff", "1e-2"),
     *("--moe-token-dispatcher-type", "alltoall"),
 ]
 GROUPED = [*EXPERTS, "--moe-grouped-gemm"]
+SHARED = [*GROUPED, "--moe-shared-expert-intermediate-size", "64"]
 EP2 = ["--expert-model-parallel-size", "2"]
 LIVES = {"weights": "quantized", "param_gather": "both"}
 ROWS = {"weights": "quantized", "param_gather": "rowwise"}
@@ -68,7 +71,9 @@ AS_ELSEWHERE = {  # a run -> the same under the distributed optimizer, or with w
     "stacked": "stacked-plain", "stacked-grads": "stacked-plain", "stacked-steps": "stacked-steps-plain", "rounded": "plain",
 }  # fmt: skip
 AS_EACH_OTHER = {  # runs under Megatron-FSDP
-    "gathers": "lives", "full": "lives", "pools": "lives", "two-gathers": "two", "delayed_gathers": "delayed",
+    "gathers": "lives", "full": "lives", "both-layers": "lives", "parts": "lives", "pools": "lives", "two-gathers": "two",
+    "delayed_gathers": "delayed", "delayed-full": "delayed", "delayed-parts": "delayed", "stacked-parts": "stacked",
+    "stacked-moe": "stacked", "shared-parts": "shared",
 }  # fmt: skip
 RESUMED = ["lives", "grads", "delayed", "delayed_gathers", "derived", "ep2", "grouped", "grouped-ep2"]
 CHECKED = ["lives", "grads", "tiles", "squares", "current", "derived", "head"]
@@ -92,6 +97,14 @@ CASES = [
     *(case(name, name) for name in ("rounded", "gathers", "steps")),
     *(case(name, name, mode="check") for name in ("tiles", "squares", "current", "head")),
     case("full", "lives", *FULL),
+    case("both-layers", "lives", *TWO_LAYERS),
+    case("parts", "lives", *SELECTIVE, "mlp"),
+    case("delayed-full", "delayed", *FULL),
+    case("stacked-parts", "stacked", *GROUPED, *SELECTIVE, "moe_act"),
+    case("stacked-moe", "stacked", *GROUPED, *SELECTIVE[:3], "moe"),
+    case("shared", "stacked", *SHARED),
+    case("shared-parts", "stacked", *SHARED, *SELECTIVE[:3], "shared_experts"),
+    case("delayed-parts", "delayed", *SELECTIVE[:3], "mlp"),
     case("pools", "lives", "--fsdp-double-buffer"),
     case("two", "lives", *TWO_MICROBATCHES),
     case("two-gathers", "gathers", *TWO_MICROBATCHES),

@@ -14,8 +14,8 @@ from megatron_fsdp_cases import AS_EACH_OTHER, AS_ELSEWHERE, CASES, with_recipes
 
 # every strategy, gathers in high precision and of payloads, delayed scales, experts in common memory, expert-parallel ones
 NAMES = (
-    "lives-plain", "lives", "lives-resumed", "gathers", "optim", "grads", "grads-resumed", "full", "delayed-plain", "delayed",
-    "delayed-resumed", "stacked-plain", "stacked", "ep2", "ep2-resumed",
+    "lives-plain", "lives", "lives-resumed", "gathers", "optim", "grads", "grads-resumed", "full", "parts", "delayed-plain",
+    "delayed", "delayed-resumed", "stacked-plain", "stacked", "ep2", "ep2-resumed",
 )  # fmt: skip
 # of a loss: the two sum gradients over ranks in other orders, of which kernels on a GPU make other roundings to bf16
 CLOSE = 2.0**-8

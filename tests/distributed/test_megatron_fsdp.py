@@ -15,6 +15,7 @@ UNCLIPPED = ["--clip-grad", "1e6"]
 TWO_MICROBATCHES = ["--global-batch-size", "16"]
 TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
 FULL = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+PARTS = ["--recompute-granularity", "selective", "--recompute-modules", "core_attn", "layernorm", "mlp"]
 EXPERTS = [
     *("--num-experts", "4", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "64", "--moe-aux-loss-coeff", "1e-2"),
     *("--moe-token-dispatcher-type", "alltoall"),
@@ -56,6 +57,7 @@ CASES = [
     case("two-plain", "bf16", *TWO_MICROBATCHES),
     *(case(f"two-{strategy}", "bf16", *TWO_MICROBATCHES, *FSDP, strategy) for strategy in STRATEGIES),
     case("full", MIXED, *FULL, *SHARDED),
+    case("parts", MIXED, *PARTS, *SHARDED),
     case("pools", MIXED, "--fsdp-double-buffer", *SHARDED),
     *resumed("r-delayed", "fp8_delayed", *SHARDED),
     *resumed("r-optim", "fp8_delayed", *FSDP, "optim"),
@@ -103,7 +105,7 @@ def test_other_orders_of_sums_stay_close(runs, name):
         assert entry["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=2.0**-8)
 
 
-@pytest.mark.parametrize("name", ["full", "pools"])
+@pytest.mark.parametrize("name", ["full", "parts", "pools"])
 def test_recomputation_and_pooled_buffers_change_no_bit(runs, name):
     same(numbers(runs, name), numbers(runs, MIXED))
 
