@@ -18,9 +18,12 @@ from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, PAYLOAD, WEIGHT, GemmPlan, PlanE
 from .random_keys import RandomKeys, shifted
 from .recipe import QUANTIZED, Recipe
 from .roles import OPERANDS, ModuleRole, QuantizerRole
-from .scaling import DelayedState, Pieces, rescale
+from .scaling import DelayedState, Pieces, rescale, resized
 from .sharding import Sharding
 from .weight_cache import WeightCache
+
+
+HISTORY = "_history"  # how names of such buffers end
 
 
 class Changes:
@@ -99,20 +102,22 @@ class LinearRuntime(torch.nn.Module):
     def _make_states(self) -> None:
         """Buffers of every (operand, direction) that is scaled by history, now or at another step of the recipe.
 
-        A checkpoint then loads whichever step it is of. Those there already keep their values, unless the plan of now
-        has a history of another length. What the recipe uses at no step stays here, but not in state dicts.
+        A checkpoint then loads whichever step it is of. Those there already keep their values; where the plan of now
+        has a history of another length, the newest. What the recipe uses at no step stays here, but not in state dicts.
         """
-        used = set()
+        used, self._has_other_lengths = set(), False
         for device, plan in self._plans.items():
             now = dict(_stateful(plan))
             formats = self._formats_of_other_steps(device) | now
             for prefix, fmt in formats.items():
                 fresh = DelayedState.new(fmt, device)
                 old = self._buffers.get(f"{prefix}_history")
-                if old is None or (prefix in now and old.shape != fresh.history.shape):
+                if old is None:
                     self.register_buffer(f"{prefix}_scale", fresh.scale)
                     self.register_buffer(f"{prefix}_history", fresh.history)
                     self._scaled_for[prefix] = fmt
+                elif prefix in now and old.shape != fresh.history.shape:
+                    self._buffers[f"{prefix}_history"] = resized(old, len(fresh.history))
             self._follow_formats(plan)
             used.update(formats)
         self._non_persistent_buffers_set = {name for name in self._buffers if name.rsplit("_", 1)[0] not in used}
@@ -130,6 +135,19 @@ class LinearRuntime(torch.nn.Module):
             if _maps_to(self._scaled_for[prefix]) != _maps_to(fmt):
                 rescale(fmt, self._state(prefix))
             self._scaled_for[prefix] = fmt
+
+    def take_length(self, name: str, length: int) -> None:
+        """Make room for a history of another length that will be loaded; the next step gives it the plan's."""
+        old = self._buffers[name]
+        if len(old) != length:
+            self._buffers[name] = old.new_zeros(length)
+            self._has_other_lengths = True
+
+    def _take_lengths(self, state_dict: dict, prefix: str) -> None:
+        for name in self._buffers:
+            loaded = state_dict.get(prefix + name)
+            if name.endswith(HISTORY) and loaded is not None and loaded.dim() == 1:
+                self.take_length(name, len(loaded))
 
     def rescale_from(self, recipe: Recipe, step: int | None) -> None:
         """Take the scales, which were loaded, for those that `recipe` left at `step`; make them what the plan needs."""
@@ -172,6 +190,7 @@ class LinearRuntime(torch.nn.Module):
         That cast records the amax of what it reads, which a checkpoint's decode may have larger than the run had: the
         state dict, which may hold these very buffers, keeps the values that are loaded over it afterwards.
         """
+        self._take_lengths(state_dict, prefix)
         for name, buffer in self._buffers.items():
             loaded = state_dict.get(prefix + name)
             if loaded is not None and loaded.shape == buffer.shape and not buffer.is_meta:
@@ -193,6 +212,12 @@ class LinearRuntime(torch.nn.Module):
     def set_step(self, step: int | None) -> bool:
         """Follow the recipe's step rules: re-plan when this step resolves differently. Returns whether it did."""
         old, self.step = self.step, step
+        changed = self._follow_step(old, step)
+        if self._has_other_lengths:
+            self._make_states()
+        return changed
+
+    def _follow_step(self, old: int | None, step: int | None) -> bool:
         if not self.recipe.has_step_rules:
             return False
         edges = self.recipe.change_steps()
@@ -270,8 +295,9 @@ class LinearRuntime(torch.nn.Module):
         self._forward_plan, self._superseded = None, []
         self.invalidate()
 
-    def _load_from_state_dict(self, *args, **kwargs):
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        self._take_lengths(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.invalidate()
 
     # ---- a call

@@ -64,6 +64,14 @@ def rescale(fmt: Format, state: DelayedState) -> None:
     state.scale.copy_(scale_for(fmt, latest.amax(), state.scale))
 
 
+def resized(history: torch.Tensor, length: int) -> torch.Tensor:
+    """A new history (length,): the running step's amax and the newest ones before it, zeros where there were none."""
+    out = history.new_zeros(length)
+    kept = min(length, len(history))
+    out[:kept] = history[:kept]
+    return out
+
+
 def update_states(fmt: Format, states: list[DelayedState], noop: torch.Tensor | None = None) -> None:
     """`DelayedState.update` of many states of one format on one device, in as many kernels as for one.
 

@@ -66,7 +66,7 @@ def possible_keys(role, name: str) -> tuple[str, str]:
 
 
 def note_missing(runtimes, args) -> None:
-    """Mark histories that the checkpoint to load does not hold, or holds in another length: they start fresh."""
+    """Mark what the checkpoint to load does not hold: it starts fresh. Make room for histories of another length."""
     stateful = [runtime for runtime in runtimes if runtime._buffers]
     folder = checkpoint_folder(args) if stateful else None
     if folder is None:
@@ -76,19 +76,33 @@ def note_missing(runtimes, args) -> None:
         for key, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items()
         if f".{PREFIX}" in key
     }
-    total = missing = 0
+    total = missing = resized = 0
     for runtime in stateful:
         shapes = {
-            name: {found.get(key) for key in possible_keys(runtime.role, name)} for name in runtime._buffers
+            name: next((found[key] for key in possible_keys(runtime.role, name) if key in found), None)
+            for name in runtime._buffers
         }
-        runtime.missing_state = {n for n, shape in shapes.items() if tuple(runtime._buffers[n].shape) not in shape}
+        runtime.missing_state = {name for name, shape in shapes.items() if shape is None}
         total, missing = total + len(shapes), missing + len(runtime.missing_state)
-    if missing:
-        from megatron.training import print_rank_0
+        for name, shape in shapes.items():
+            if shape is not None and shape != tuple(runtime._buffers[name].shape):
+                runtime.take_length(name, *shape)
+                resized += 1
+    _say_missing(args, missing, resized, total)
 
+
+def _say_missing(args, missing: int, resized: int, total: int) -> None:
+    from megatron.training import print_rank_0
+
+    if missing:
         print_rank_0(
             f"warning: the checkpoint in {args.load} lacks {missing} of this stage's {total} tensors of delayed scaling; "
             "they start fresh, with scale 1"
+        )
+    if resized:
+        print_rank_0(
+            f"note: the checkpoint in {args.load} has another length for {resized} of this stage's histories of "
+            "delayed scaling; the newest amaxes of each stay"
         )
 
 

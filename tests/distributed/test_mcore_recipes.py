@@ -31,6 +31,8 @@ rules:
   - match: {steps: "4:"}
     use: {dgrad: mxfp8_e4m3}
 """
+# delayed scaling with other histories: shorter ones, longer ones, longer ones from the second step on
+HISTORIES = {"short": [3], "long": [9], "longer": [3, 9]}
 # most recipes for NVFP4 leave the first and the last layer alone
 THREE = [*MODEL, "--num-layers", "3"]
 # four layers, four microbatches a step
@@ -53,7 +55,23 @@ def whole_and_resumed(recipe: str) -> list[Case]:
     ]
 
 
+def history(length: int) -> dict:
+    fmt = f"fp8_delayed_e4m3:history={length}"
+    return {"fprop": fmt, "dgrad": fmt, "wgrad": fmt}
+
+
+def of_history(name: str, source: str | None = None) -> Case:
+    """The recipe of `HISTORIES`, from the start or on from the checkpoint of another one, or of itself."""
+    chosen = ["--hq-recipe", f"{{folder}}/{name}.json", *TP2]
+    if source is None:
+        return run(name, *chosen, "--save", f"{{folder}}/{name}", "--save-interval", str(MIDDLE))
+    load = ["--load", f"{{folder}}/{source}", "--ckpt-step", str(MIDDLE), "--hq-switch-recipe"]
+    return run(f"{source}_to_{name}", *chosen, *load)
+
+
 CASES = [
+    *map(of_history, HISTORIES),
+    of_history("long", "short"), of_history("short", "long"), of_history("longer", "longer"),
     *(case for recipe in RECIPES for case in whole_and_resumed(recipe)),
     run("statistics", "--hq-recipe", MIXED, *TP2, "--load", f"{{folder}}/{MIXED}", "--ckpt-step", str(MIDDLE),
         "--hq-stats-interval", "2"),
@@ -87,6 +105,10 @@ def runs(tmp_path_factory):
     now = json.dumps(late).replace(f'"{MIDDLE + 1}:"', '"1:"')
     (folder / f"{LATE}_now.yaml").write_text(now)
     (folder / "both.yaml").write_text(BOTH)
+    for name, (first, *later) in HISTORIES.items():
+        rules = [{"match": {"steps": "2:"}, "use": history(length)} for length in later]
+        fields = {"version": 1, "name": name, "defaults": history(first), "rules": rules}
+        (folder / f"{name}.json").write_text(json.dumps(fields))
     return folder, run_cases(CASES, folder, timeout=900)
 
 
@@ -155,6 +177,19 @@ def test_c67_a_switch_at_resume_equals_the_run_whose_rules_switched_then(runs):
     same(found, numbers(runs, LATE))
     assert "was trained with recipe nvfp4 (" in runs[1]["switched"].output[0]
     assert f"> step {MIDDLE + 1}: rules on steps change 4 of 12 linears; gemms:" in runs[1][LATE].output[0]
+
+
+@pytest.mark.parametrize(
+    "name, whole", [("short_to_long", "long"), ("long_to_short", "short"), ("longer_to_longer", "longer")]
+)
+def test_c67_histories_of_another_length_keep_what_a_checkpoint_has(runs, name, whole):
+    """The run that had the length from the start, bit for bit; said in the log."""
+    found = numbers(runs, name)
+    assert sorted(found) == list(range(MIDDLE + 1, ITERATIONS + 1))
+    same(found, numbers(runs, whole))
+    output = runs[1][name].output[0]
+    assert "has another length for 72 of this stage's histories of delayed scaling; the newest amaxes" in output
+    assert "start fresh" not in output
 
 
 def test_delayed_scaling_resharded_from_two_ranks_to_one(runs):

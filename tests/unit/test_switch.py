@@ -157,3 +157,41 @@ def test_a_later_rules_longer_history_leaves_the_one_in_use_alone():
     assert before.any() and torch.equal(m.hq.input_rowwise_history, before)
     assert m.hq.grad_output_rowwise_history.shape == (16,)
     m(x)
+
+
+def _history(length):
+    return f"fp8_delayed_e4m3:history={length}"
+
+
+@pytest.mark.parametrize("how", ["switch", "rule", "load", "resume"])
+@pytest.mark.parametrize("before, after", [(4, 9), (9, 4)])
+def test_c67_a_history_of_another_length_keeps_the_newest_amaxes(before, after, how):
+    """Three steps, which either length holds: bit for bit the run that had the new length from the start."""
+    torch.manual_seed(0)
+    x, dy = torch.randn(64, 96), torch.randn(64, 32)
+    scales = [3.0**-step for step in range(9)]  # the first amax rules until it has dropped out
+
+    def made(recipe):
+        torch.manual_seed(1)
+        m = mh.HybridLinear(96, 32, bias=False, recipe=recipe)
+        return m, mh.prepare(m)
+
+    def run(m, ctl, first, last):
+        return [_gradient_error(m, step, ctl, x * scales[step - 1], dy) for step in range(first, last + 1)]
+
+    rules = [{"match": {"steps": "4:"}, "use": _history(after)}]
+    old = _delayed(_history(before), rules if how in ("rule", "resume") else ())
+    twin, (m, ctl) = made(_delayed(_history(after))), made(old)
+    expected = run(*twin, 1, 9)
+    assert run(m, ctl, 1, 3) == expected[:3]
+    if how == "switch":
+        ctl.switch(_delayed(_history(after)))
+    if how == "resume":  # after the rule's step, into a module that was never at one
+        assert run(m, ctl, 4, 5) == expected[3:5]
+    if how in ("load", "resume"):
+        state = m.state_dict()
+        m, ctl = made(_delayed(_history(after)) if how == "load" else old)
+        m.load_state_dict(state)
+    first = 6 if how == "resume" else 4
+    assert run(m, ctl, first, 9) == expected[first - 1 :]
+    assert all(torch.equal(a, b) for a, b in zip(m.hq.buffers(), twin[0].hq.buffers(), strict=True))
