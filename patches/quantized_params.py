@@ -67,6 +67,8 @@ PATCH = Patch(
         Change(f"{_OPTIMIZER}._copy_main_params_to_model_params", param_sync.around_copy_to_model),
         Change(f"{_OPTIMIZER}._copy_model_params_to_main_params", param_sync.around_copy_to_main),
         Change(f"{_OPTIMIZER}.load_state_dict", param_sync.around_load),
+        Change(f"{_OPTIMIZER}.load_parameter_state_from_dp_zero", param_sync.around_load_from_file),
+        Change("megatron.training.checkpointing:generate_state_dict", param_sync.around_generate_state_dict),
         Change(f"{_CHECKPOINTS}:save_preprocess", param_sync.around_preprocess),
         Change(f"{_CHECKPOINTS}:load_preprocess", param_sync.around_preprocess),
     ),

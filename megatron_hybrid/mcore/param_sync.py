@@ -63,14 +63,17 @@ class BucketGather:
         ]
 
     @torch.no_grad()
-    def start(self, async_op: bool):
-        """Cast the shards and start the gather; returns what to wait for, None when nothing is left to wait for."""
+    def start(self, async_op: bool, *, record: bool = True):
+        """Cast the shards and start the gather; returns what to wait for, None when nothing is left to wait for.
+
+        record: histories of delayed scaling keep the amaxes.
+        """
         if not self.weights.is_current():  # moved, or loaded by assignment: never write to what nobody reads
             self._plan()
         masters, weights = self.masters, self.weights
         (amaxes,) = reduce_amaxes([weights], [weights.amaxes(masters)], self.group)
         stepped, self.stepped = self.stepped, False
-        chunk = weights.cast(masters, amaxes, step=stepped)
+        chunk = weights.cast(masters, amaxes, step=stepped, record=record)
         chunks, work = chunk, None
         if self.world > 1:
             chunks = torch.empty(self.world * chunk.numel(), dtype=torch.uint8, device=chunk.device)
@@ -92,9 +95,9 @@ class BucketGather:
                 work.wait()
             self.stepped = stepped and weights.gather == HIGH_PRECISION  # whose casts were yet to come
 
-    def sync(self) -> None:
-        """The parameters from the masters, now: after a load, or when their formats changed."""
-        self.start(async_op=False)
+    def sync(self, *, record: bool = True) -> None:
+        """The parameters from the masters, now: after a load, or when their formats changed. record: see `start`."""
+        self.start(async_op=False, record=record)
         self.finish()
 
     def follow_formats(self) -> None:
@@ -233,17 +236,37 @@ def _release(params) -> None:
 
 
 def around_load(original):
-    """Loaded weights are what the loaded masters are cast to: a checkpoint's copies went through their decode."""
+    """Loaded weights are what the loaded masters are cast to: a checkpoint's copies went through their decode.
+
+    A state dict without masters, of `--ckpt-format torch`, leaves those of now, whose amaxes must not enter loaded
+    histories.
+    """
 
     @functools.wraps(original)
     def load_state_dict(self, state_dict):
         result = original(self, state_dict)
+        brings_masters = self.ddp_config.use_megatron_fsdp or "param_state" in state_dict
         for gather in getattr(self, GATHERS, ()):
-            gather.sync()
+            if brings_masters:
+                gather.sync()
+            else:
+                gather.sync(record=False)
             _release(gather.params)
         return result
 
     return load_state_dict
+
+
+def around_load_from_file(original):
+    """The masters of `--ckpt-format torch` come last, from a file of their own."""
+
+    @functools.wraps(original)
+    def load_parameter_state_from_dp_zero(self, state_dict, **options):
+        original(self, state_dict, **options)
+        for gather in getattr(self, GATHERS, ()):
+            gather.sync()
+
+    return load_parameter_state_from_dp_zero
 
 
 def around_copy_to_main(original):
@@ -274,3 +297,19 @@ def around_preprocess(original):
         return original(sharded_state_dict, *args, **kwargs)
 
     return preprocess
+
+
+def around_generate_state_dict(original):
+    """The same for files of `--ckpt-format torch`, which no preprocessing goes over."""
+
+    @functools.wraps(original)
+    def generate_state_dict(args, *rest, **options):
+        found = original(args, *rest, **options)
+        is_plain = args.ckpt_format == "torch"
+        for tensors in [tensors for key, tensors in found.items() if is_plain and key.startswith("model")]:
+            for name, tensor in tensors.items():
+                if isinstance(tensor, HybridTensor):
+                    tensors[name] = tensor.detach().dequantize(dtype=tensor.dtype)
+        return found
+
+    return generate_state_dict

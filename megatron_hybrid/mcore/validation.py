@@ -59,6 +59,12 @@ def check_flags(args) -> None:
             f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written"
         )
     _check_megatron_fsdp(args)
+    if args.ckpt_format == "torch" and args.ckpt_step and args.use_distributed_optimizer and not args.no_load_optim:
+        raise UserError(
+            f"--ckpt-step {args.ckpt_step} beside --ckpt-format torch and --use-distributed-optimizer: Megatron takes "
+            "the weights of that step and the optimizer of the latest one; write the step into "
+            "latest_checkpointed_iteration.txt instead"
+        )
     if args.use_torch_fsdp2 and args.calculate_per_token_loss:
         raise UserError(
             "--use-torch-fsdp2 beside --calculate-per-token-loss: Megatron does not divide FSDP2's gradients by the number of "

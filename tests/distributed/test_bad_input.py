@@ -80,6 +80,10 @@ TABLE = {
         [*MEGATRON_FSDP, "--hq-recipe", "{folder}/lives.yaml", "--megatron-fsdp-main-params-dtype", "bf16"],
         ["with `weights: quantized` needs --megatron-fsdp-main-params-dtype fp32"],
     ),
+    "step_of_torch_save": (
+        ["--ckpt-format", "torch", "--load", "{folder}", "--ckpt-step", "2"],
+        ["--ckpt-step 2 beside --ckpt-format torch", "of that step and the optimizer of the latest one"],
+    ),
     "cuda_graphs": (["--cuda-graph-impl", "local"], ["--cuda-graph-impl local", "leave it out"]),
     "offload_and_recompute": (
         ["--hq-offload-layers", "1", "--recompute-granularity", "selective"],

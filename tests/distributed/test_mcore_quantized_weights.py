@@ -6,6 +6,8 @@ All runs are forks of one launch of two CPU ranks. Without clipping: the norm's 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -26,9 +28,14 @@ RECIPES = {
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"]
 FRESH = ["--no-load-optim", "--no-load-rng", "--hq-switch-recipe"]
 WITHOUT = [flag for flag in MODEL if flag != "--use-distributed-optimizer"]
-
-
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
+TORCH = ["--ckpt-format", "torch"]
+PP2 = ["--pipeline-model-parallel-size", "2"]
+CLIPPED = ["--clip-grad", "0.3"]  # a quarter of the norm
+# loss scaling whose first steps overflow and are skipped
+FP16 = ["--fp16" if flag == "--bf16" else flag for flag in MODEL]
+FP16 += ["--initial-loss-scale", str(2**23), "--loss-scale-window", "100", "--hysteresis", "1", "--train-iters", "7"]
+EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --expert-model-parallel-size 2".split()
 
 
 def run(name: str, recipe: str, *flags: str, model=MODEL, ranks: int | None = None) -> Case:
@@ -43,6 +50,15 @@ def saved(name: str) -> list[str]:
 
 def loaded(name: str) -> list[str]:
     return ["--load", f"{{folder}}/{name}_saved", "--ckpt-step", str(MIDDLE)]
+
+
+def in_torch_format(name: str, *flags: str, recipe: str | None = None) -> list[Case]:
+    """The first half of a run, saved with `torch.save`, and the second."""
+    name, recipe = f"{name}_torch", recipe or name
+    return [
+        run(name, recipe, *flags, *TORCH, *saved(name), "--exit-interval", str(MIDDLE)),
+        run(f"{name}_resumed", recipe, *flags, *TORCH, "--load", f"{{folder}}/{name}_saved"),
+    ]
 
 
 CASES = [
@@ -60,6 +76,19 @@ CASES = [
     run("delayed_resumed", "delayed", *TP2, *loaded("delayed")),
     run("delayed_one", "delayed", *loaded("delayed"), "--make-vocab-size-divisible-by", "128", ranks=1),
     run("without", "lives", model=WITHOUT),
+    run("one", "lives32", *loaded("lives32"), ranks=1),
+    run("stages", "lives32", *PP2, *loaded("lives32")),
+    run("delayed_stages", "delayed", *PP2, *loaded("delayed"), "--make-vocab-size-divisible-by", "128"),
+    run("block_from_the_step", "late"),
+    run("block_from_the_load", "block", "--hq-switch-recipe", *loaded("lives32")),
+    *(run(f"clipped_{name}", name, *CLIPPED) for name in ("plain", "lives")),
+    *(run(f"clipped_{name}_tp2", name, *TP2, *CLIPPED) for name in ("plain", "lives")),
+    *(run(f"fp16_{name}", name, model=FP16) for name in ("plain", "lives", "bf16", "e4m3", "e4m3_lives")),
+    run("fp16_overlap", "lives", *OVERLAP, model=FP16),
+    *in_torch_format("lives32"),
+    *in_torch_format("delayed", *TP2),
+    run("experts", "lives32", *EXPERTS),
+    *in_torch_format("experts", *EXPERTS, recipe="lives32"),
 ]
 
 
@@ -70,6 +99,13 @@ def runs(tmp_path_factory):
     for name, fields in RECIPES.items():
         (folder / f"{name}.json").write_text(json.dumps({**base, **fields}))
     (folder / "delayed.json").write_text(json.dumps({**mh.Recipe.load("fp8_delayed").to_dict(), **LIVES}))
+    (folder / "bf16.json").write_text(json.dumps(mh.Recipe.load("bf16").to_dict()))
+    for name, first in (("late", MIDDLE + 1), ("block", 1)):
+        rule = {"match": {"steps": f"{first}:"}, "use": mh.Recipe.load("fp8_block").to_dict()["defaults"]}
+        (folder / f"{name}.json").write_text(json.dumps({**base, **LIVES, "rules": [*base.get("rules", []), rule]}))
+    for name, more in (("e4m3", {}), ("e4m3_lives", LIVES)):  # gradients too, which E4M3 cuts at 448
+        fields = {"version": 1, "name": name, "defaults": "fp8_delayed_e4m3", **more}
+        (folder / f"{name}.json").write_text(json.dumps(fields))
     return folder, run_cases(CASES, folder, timeout=600)
 
 
@@ -93,16 +129,104 @@ def test_gathering_masters_or_payloads_is_the_same(runs):
     assert numbers(runs, "gathers") == numbers(runs, "lives32") != numbers(runs, "lives")
 
 
-@pytest.mark.parametrize("name, whole", [("resumed", "lives32"), ("resumed_overlap", "lives32"), ("delayed_resumed", "delayed")])
+def of_both_halves(runs, name: str) -> dict[int, dict]:
+    return {**numbers(runs, f"{name}_torch"), **numbers(runs, f"{name}_torch_resumed")}
+
+
+@pytest.mark.parametrize(
+    "name, whole",
+    [
+        ("resumed", "lives32"),
+        ("resumed_overlap", "lives32"),
+        ("delayed_resumed", "delayed"),
+        ("one", "lives32"),
+        ("stages", "lives32"),
+    ],
+)
 def test_p38_a_resumed_run_repeats_the_uninterrupted_one(runs, name, whole):
     found, expected = numbers(runs, name), numbers(runs, whole)
     assert sorted(found) == list(range(MIDDLE + 1, ITERATIONS + 1))
     assert found == {i: expected[i] for i in found}
 
 
-def test_two_tensor_parallel_ranks_go_on_as_one(runs):
-    found, expected = numbers(runs, "delayed_one")[MIDDLE + 1], numbers(runs, "delayed")[MIDDLE + 1]
-    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+@pytest.mark.parametrize("whole, layout", [("lives32", []), ("delayed", TP2), ("experts", EXPERTS)])
+def test_files_of_torch_save_resume_bit_for_bit(runs, whole, layout):
+    """Whose masters come after the optimizer's state dict, from a file of their own."""
+    found, expected = of_both_halves(runs, whole), numbers(runs, whole)
+    assert sorted(found) == list(range(1, ITERATIONS + 1))
+    assert {i: entry["loss"] for i, entry in found.items()} == {i: entry["loss"] for i, entry in expected.items()}
+
+
+ALONE = """
+import sys
+sys.modules["megatron_hybrid"] = None  # importing it fails
+import torch
+from megatron.core.safe_globals import register_safe_globals
+register_safe_globals()
+found = torch.load(sys.argv[1], weights_only=True)["model"]
+tensors = {name: value for name, value in found.items() if value is not None}
+assert all(type(value) is torch.Tensor for value in tensors.values()), tensors
+weights = [value for name, value in tensors.items() if "linear_fc1.weight" in name]
+assert weights and all(w.dtype == torch.bfloat16 and 0 < w.float().std() < 1 for w in weights)
+"""
+
+
+@pytest.mark.parametrize(
+    "name, part", [("lives32", "mp_rank_00"), ("delayed", "mp_rank_01"), ("experts", "mp_rank_00_001")]
+)
+def test_files_of_torch_save_hold_plain_tensors(runs, name, part):
+    file = runs[0] / f"{name}_torch_saved" / f"iter_{MIDDLE:07d}" / part / "model_optim_rng.pt"
+    done = subprocess.run([sys.executable, "-c", ALONE, str(file)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.parametrize("name", ["delayed_one", "delayed_stages"])
+def test_two_tensor_parallel_ranks_go_on_as_one(runs, name):
+    """The second step after the load depends on the optimizer's state and on delayed scales too."""
+    found, expected = numbers(runs, name), numbers(runs, "delayed")
+    for i in (MIDDLE + 1, MIDDLE + 2):
+        assert found[i]["loss"] == pytest.approx(expected[i]["loss"], rel=1e-4), i
+
+
+def test_c67_a_switch_of_formats_at_resume_casts_the_masters_anew(runs):
+    """Bit for bit the run whose rules switched at that step."""
+    found, expected = numbers(runs, "block_from_the_load"), numbers(runs, "block_from_the_step")
+    assert found == {i: expected[i] for i in range(MIDDLE + 1, ITERATIONS + 1)} != numbers(runs, "resumed")
+    assert "it goes on with recipe" in runs[1]["block_from_the_load"].output[0]
+
+
+@pytest.mark.parametrize("layout", ["", "_tp2"])
+def test_clipping_by_the_norm_of_all_gradients(runs, layout):
+    """As of bf16 parameters, but for the order of the norm's sums: 10^5 squares in FP32."""
+    lives, plain = (metrics(runs[0] / f"clipped_{name}{layout}.metrics") for name in ("lives", "plain"))
+    for i in range(1, ITERATIONS + 1):
+        assert plain[i]["grad_norm"] > 3 * float(CLIPPED[1])
+        for key in ("grad_norm", "loss"):
+            assert lives[i][key] == pytest.approx(plain[i][key], rel=1e-5), (i, key)
+
+
+def finite_steps(runs, name: str) -> dict[int, dict]:
+    """Steps that loss scaling did not skip: they have a norm."""
+    found = metrics(runs[0] / f"{name}.metrics")
+    return {i: entry for i, entry in found.items() if entry.get("grad_norm") is not None}
+
+
+def test_loss_scaling(runs):
+    """Steps that are skipped, then some that are not: losses of FP16 parameters, bit for bit, overlapped or not."""
+    plain, steps = numbers(runs, "fp16_plain"), finite_steps(runs, "fp16_plain")
+    assert numbers(runs, "fp16_lives") == numbers(runs, "fp16_overlap") == plain
+    assert 1 not in steps and 2 not in steps and len(steps) >= 2
+    assert plain[7]["loss"] < plain[1]["loss"] - 0.5
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e4m3_lives"])
+def test_a_step_that_loss_scaling_skips_freezes_no_delayed_scale(runs, name):
+    """An Inf in a history of 1024 steps would keep the first scale, 1, with which E4M3 cuts scaled gradients at 448."""
+    found, expected = finite_steps(runs, f"fp16_{name}"), finite_steps(runs, "fp16_bf16")
+    steps = sorted(found.keys() & expected.keys())
+    assert len(steps) >= 2 and 1 not in found
+    for i in steps:
+        assert found[i]["grad_norm"] == pytest.approx(expected[i]["grad_norm"], rel=0.06), i
 
 
 def test_p38_a_bf16_checkpoint_into_quantized_weights_and_back(runs):
