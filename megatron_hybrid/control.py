@@ -143,11 +143,17 @@ class Controller:
         self.reduce_amaxes(group, expert_groups)
         together = defaultdict(list)
         for fmt, state in (pair for runtime in self.runtimes for pair in runtime.states(moving=True)):
-            together[fmt, state.scale.device].append(state)
-        for (fmt, _), same in together.items():
+            together[fmt, state.scale.device, len(state.history)].append(state)
+        for (fmt, *_), same in together.items():
             update_states(fmt, same)
         if self.profile is not None:
             self.profile.end_step(self.keys.step)
+
+    def forget_overflow(self) -> None:
+        """Before `end_step`, where loss scaling skipped the optimizer's step: an amax of this step that is Inf or NaN
+        counts for nothing. In a history it would keep the scale as it is until it has dropped out."""
+        for _, state in (pair for runtime in self.runtimes for pair in runtime.states()):
+            state.history[:1].nan_to_num_(nan=0.0, posinf=0.0)
 
     def reduce_amaxes(self, group=None, expert_groups=None) -> None:
         """Max-reduce what every history collected since the last step, in one collective a group; see `end_step`."""

@@ -17,7 +17,8 @@ from .framework import Change, Patch
 DRIVER, MARK = "hq_driver", "hq_microbatch"
 _SCHEDULES = "megatron.core.pipeline_parallel.schedules"
 _TRAINING = "megatron.training.training"
-_SHOULD_EXIT = 3  # place in train_step's result: it stopped before the optimizer's step
+# places in train_step's result: loss scaling skipped the optimizer's step; it stopped before that
+_SKIPPED, _SHOULD_EXIT = 1, 3
 
 
 def driver_of(model):
@@ -38,14 +39,14 @@ def around_train_step(original):
         driver = driver_of(given["model"][0])
         if driver is None:
             return original(*args, **kwargs)
-        completed = False
+        completed = skipped = False
         driver.begin_step(given.get("iteration"))
         try:
             result = original(*args, **kwargs)
-            completed = not result[_SHOULD_EXIT]
+            completed, skipped = not result[_SHOULD_EXIT], bool(result[_SKIPPED])
             return result
         finally:
-            driver.end_step(completed)
+            driver.end_step(completed, skipped)
 
     return train_step
 

@@ -75,11 +75,14 @@ class Driver:
         if self.in_step:
             self.controller.microbatch(microbatch)
 
-    def end_step(self, completed: bool = True) -> None:
-        """After the optimizer's step; not completed: it did not come to that, and the step will be repeated."""
+    def end_step(self, completed: bool = True, skipped: bool = False) -> None:
+        """After the optimizer's step; not completed: it did not come to that, and the step will be repeated. skipped:
+        loss scaling found gradients that are not finite."""
         self.in_step = self.has_seen_weights = False
         self.controller.microbatch(0)
         if completed:
+            if skipped:
+                self.controller.forget_overflow()
             self.controller.end_step(self.group, self.expert_groups)
             for follow in self.after_first:
                 follow()

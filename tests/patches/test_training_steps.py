@@ -53,7 +53,7 @@ def test_the_driver_is_found_inside_wrappers(chunk):
 def test_a_step_begins_and_ends(chunk):
     driver, done = steps.driver_of(chunk), ({}, 0, False, False, 0, 1.0, None, 0)
     assert train_step(done)(None, None, [chunk], None, iteration=4) is done
-    assert driver.heard == [("begin_step", 4), ("end_step", True)]
+    assert driver.heard == [("begin_step", 4), ("end_step", True, False)]
 
 
 def test_a_step_that_stops_or_fails_is_not_completed(chunk):
@@ -61,7 +61,13 @@ def test_a_step_that_stops_or_fails_is_not_completed(chunk):
     train_step(({}, True, True, True, 0, None, None, 0))(None, None, [chunk], None)
     with pytest.raises(RuntimeError, match="lost"):
         train_step(RuntimeError("lost"))(None, None, [chunk], None)
-    assert driver.heard == [("begin_step", None), ("end_step", False)] * 2
+    begun = ("begin_step", None)
+    assert driver.heard == [begun, ("end_step", False, True), begun, ("end_step", False, False)]
+
+
+def test_a_step_that_loss_scaling_skips_is_completed(chunk):
+    train_step(({}, 1, False, False, 0, None, None, 0))(None, None, [chunk], None, iteration=4)
+    assert steps.driver_of(chunk).heard == [("begin_step", 4), ("end_step", True, True)]
 
 
 @pytest.mark.parametrize("func", ["list", "tensor"])
@@ -93,8 +99,9 @@ def test_the_real_functions_have_the_parameters_meant():
     ):
         assert names <= set(inspect.signature(function).parameters), function
     returned = [line for line in inspect.getsource(training.train_step).splitlines() if "should_exit, exit_code" in line]
-    assert returned and all(line.split("return")[-1].split(",")[steps._SHOULD_EXIT].strip() == "should_exit"
-                            for line in returned if "return" in line)  # fmt: skip
+    places = [line.split("return")[-1].split(",") for line in returned if "return" in line]
+    assert {names[steps._SHOULD_EXIT].strip() for names in places} == {"should_exit"}
+    assert {names[steps._SKIPPED].strip() for names in places} == {"skipped_iter", "True"}  # True: where it stopped
 
 
 def test_the_driver_ignores_evaluation_and_follows_steps():
@@ -118,3 +125,5 @@ def test_the_driver_ignores_evaluation_and_follows_steps():
     assert heard.heard == [("microbatch", 1), ("microbatch", 0), ("microbatch", 0)] and not driver.in_step
     driver.end_step(True)
     assert heard.heard[-1] == ("end_step", None, ())
+    driver.end_step(True, True)
+    assert heard.heard[-2:] == [("forget_overflow",), ("end_step", None, ())]

@@ -135,6 +135,24 @@ def test_p30_ten_steps_of_histories_equal_a_hand_run_of_the_rule():
     assert hq.input_rowwise_history.tolist() == history
 
 
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_a_step_that_loss_scaling_skips_leaves_no_infinite_amax(bad):
+    """The finite ones of that step stay; without the call a history keeps its scale until it has dropped out."""
+    net = model(recipe("fp8_delayed_e4m3:history=4"))
+    ctl, hq = mh.prepare(net), net[0].hq
+    for step, is_skipped in ((1, True), (2, False)):
+        ctl.begin_step(step)
+        y = net(batches(1)[0])
+        y.backward(torch.full_like(y, bad if is_skipped else 1000.0))
+        if is_skipped:
+            ctl.forget_overflow()
+        ctl.end_step()
+        assert all(torch.isfinite(buffer).all() for buffer in net[2].hq.buffers())
+        assert hq.input_rowwise_history[1] > 0
+    assert net[2].hq.grad_output_rowwise_history.tolist() == [0, 1000, 0, 0]
+    assert net[2].hq.grad_output_rowwise_scale.item() == torch.tensor(448.0).div(1000).item()
+
+
 def test_d10_delayed_state_is_plain_tensors_in_the_state_dict():
     net = model(recipe(DELAYED))
     keys = [k for k in net.state_dict() if ".hq." in k]
