@@ -14,12 +14,14 @@ constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kStrip = 2 * kWarp;            // columns a warp reads side by side
 constexpr int64_t kBlocks = 132 * 8;         // fills a large GPU once
 constexpr int64_t kFlatCols = 2 * kLine * kWarp;  // a contiguous tensor is read as rows of what a warp takes at once
+constexpr int64_t kMostAlone = 4 * kWarps * kFlatCols;  // elements for one thread block: no launch for zeros first
 
 struct AmaxPass {
   Matrix x;
   bool vector;  // aligned for the widest loads of the pass
   Target targets[2];
   int num_targets;
+  bool alone;  // no two thread blocks have a target in common; else they raise it, from 0
   const int32_t* noop;
 
   __host__ __device__ bool wants(bool turned) const {
@@ -29,8 +31,15 @@ struct AmaxPass {
   }
 };
 
-// A thread block's largest into the output, by one atomic; every thread calls it.
-__device__ void raise(float* out, int32_t most) {
+__device__ void put(const AmaxPass& a, float* out, int32_t most) {
+  if (a.alone)
+    *out = bits_float(static_cast<uint32_t>(most));
+  else
+    atomicMax(reinterpret_cast<int32_t*>(out), most);
+}
+
+// A thread block's largest into the output; every thread calls it.
+__device__ void put_largest(const AmaxPass& a, float* out, int32_t most) {
   __shared__ int32_t collected;
   __syncthreads();
   if (threadIdx.x == 0) collected = 0;
@@ -38,7 +47,7 @@ __device__ void raise(float* out, int32_t most) {
   most = __reduce_max_sync(kAllLanes, most);
   if (threadIdx.x % kWarp == 0) atomicMax(&collected, most);
   __syncthreads();
-  if (threadIdx.x == 0) atomicMax(reinterpret_cast<int32_t*>(out), collected);
+  if (threadIdx.x == 0) put(a, out, collected);
 }
 
 // Lines along K, a row a warp at a time, two lines a thread at once.
@@ -71,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) amax_along_k(const __grid_constant__
     all.merge(row);
   }
   for (int t = 0; t < a.num_targets; ++t)
-    if (!a.targets[t].per_line) raise(a.targets[t].out, all.get(a.targets[t]));
+    if (!a.targets[t].per_line) put_largest(a, a.targets[t].out, all.get(a.targets[t]));
 }
 
 // Lines along M, 16 rows of 64 columns a warp at a time.
@@ -109,7 +118,7 @@ __global__ void __launch_bounds__(kThreads) amax_along_m(const __grid_constant__
   for (int t = 0; t < a.num_targets; ++t) {
     const Target& target = a.targets[t];
     if (!target.per_line) {
-      raise(target.out, most.get(target));
+      put_largest(a, target.out, most.get(target));
       continue;
     }
     __syncthreads();
@@ -118,11 +127,11 @@ __global__ void __launch_bounds__(kThreads) amax_along_m(const __grid_constant__
     for (int column = 0; column < 2; ++column) atomicMax(&columns[c + column], most.get(target, column));
     __syncthreads();
     const int64_t out = blockIdx.x % strips * kStrip + threadIdx.x;
-    if (threadIdx.x < kStrip && out < a.x.cols) atomicMax(reinterpret_cast<int32_t*>(target.out) + out, columns[threadIdx.x]);
+    if (threadIdx.x < kStrip && out < a.x.cols) put(a, target.out + out, columns[threadIdx.x]);
   }
 }
 
-// Zeros for the targets that atomics raise.
+// Zeros for the targets that thread blocks raise, and for those of an empty matrix.
 __global__ void __launch_bounds__(kThreads) clear(const __grid_constant__ AmaxPass a, int64_t lines) {
   if (a.noop && *a.noop) return;
   for (int t = 0; t < a.num_targets; ++t) {
@@ -142,26 +151,33 @@ Way way_of(const FormatSpec& spec, bool swapped) {
 
 void run_pass(AmaxPass a, Way way, const Where& where) {
   const bool down = way == Way::along_m;
-  const bool all_of_tensor = !a.targets[0].per_line && (a.num_targets == 1 || !a.targets[1].per_line);
+  bool all_of_tensor = true, any_of_tensor = false;
+  for (int t = 0; t < a.num_targets; ++t)
+    (a.targets[t].per_line ? all_of_tensor : any_of_tensor) = !a.targets[t].per_line;
   const int64_t n = a.x.rows * a.x.cols, lines = down ? a.x.cols : a.x.rows;
   if (!down && all_of_tensor && a.x.col_stride == 1 && a.x.row_stride == a.x.cols && a.x.cols % kLine == 0 && n % kFlatCols == 0) {
     a.x.rows = n / kFlatCols;
     a.x.cols = a.x.row_stride = kFlatCols;
   }
-  // rows write their own amaxes, and columns and tensors are raised from 0; an empty matrix leaves zeros
-  if (down || all_of_tensor || a.num_targets > 1 || n == 0) launch(clear, grid_for((lines + kThreads - 1) / kThreads), 0, where, "amax", a, lines);
-  if (n == 0) return;
+  const unsigned clears = grid_for((lines + kThreads - 1) / kThreads);
+  const auto from_zeros = [&] { launch(clear, clears, 0, where, "amax", a, lines); };
+  if (n == 0) return from_zeros();
   const int64_t size = a.x.dtype == Dtype::f32 ? 4 : 2;
   const int width = access_width(a.x.data, a.x.row_stride * size);
   a.vector = a.x.col_stride == 1 && width >= (down ? 2 * size : kVector);
+  const int64_t strips = (a.x.cols + kStrip - 1) / kStrip;
   int64_t blocks = (a.x.rows + kWarps - 1) / kWarps;
   if (down) {
-    const int64_t strips = (a.x.cols + kStrip - 1) / kStrip, tall = (a.x.rows + kWarps * kLine - 1) / (kWarps * kLine);
-    const int64_t deep = (kBlocks + strips - 1) / strips;
+    const int64_t tall = (a.x.rows + kWarps * kLine - 1) / (kWarps * kLine), deep = (kBlocks + strips - 1) / strips;
     blocks = strips * (deep < tall ? deep : tall);
+  } else if (any_of_tensor && n <= kMostAlone) {
+    blocks = 1;
   } else if (blocks > kBlocks) {
     blocks = kBlocks;
   }
+  // a row's amax is one warp's, a column's that of the thread blocks of its strip
+  a.alone = !(any_of_tensor && blocks > 1) && !(down && !all_of_tensor && blocks > strips);
+  if (!a.alone) from_zeros();
   by_dtype(a.x.dtype, [&](auto t) {
     using T = decltype(t);
     launch(down ? amax_along_m<T> : amax_along_k<T>, static_cast<unsigned>(blocks), 0, where, "amax", a);
