@@ -242,9 +242,9 @@ void group_map(uintptr_t sizes, bool wide, int64_t groups, int64_t count, uintpt
 }
 #endif
 
-void dequantize(const FormatSpec& spec, uintptr_t qdata, bool transposed, uintptr_t scale, uintptr_t amax, uintptr_t out,
-                int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k, bool outer, bool inverse_rht,
-                uintptr_t stream, int threads_or_device) {
+mh::DequantizeArgs dequantize_args(const FormatSpec& spec, uintptr_t qdata, bool transposed, uintptr_t scale,
+                                   uintptr_t amax, uintptr_t out, int dtype, int64_t m, int64_t k, int64_t stride_m,
+                                   int64_t stride_k, bool outer, bool inverse_rht) {
   const mh::DequantizeArgs args{spec,
                                 {pointer<uint8_t>(qdata), transposed, pointer<void>(scale), pointer<float>(amax)},
                                 matrix("out", out, dtype, m, k, stride_m, stride_k),
@@ -254,9 +254,46 @@ void dequantize(const FormatSpec& spec, uintptr_t qdata, bool transposed, uintpt
   check_pointer("scale", scale, mh::num_scales(spec, m, k));
   const bool reads_amax = outer && spec.scale_rule == ScaleRule::e4m3_amax && m * k > 0;
   check_pointer("amax", amax, reads_amax ? mh::num_amaxes(spec, m, k) : 0);
+  return args;
+}
+
+void dequantize(const FormatSpec& spec, uintptr_t qdata, bool transposed, uintptr_t scale, uintptr_t amax,
+                uintptr_t out, int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k, bool outer,
+                bool inverse_rht, uintptr_t stream, int threads_or_device) {
+  const mh::DequantizeArgs args =
+      dequantize_args(spec, qdata, transposed, scale, amax, out, dtype, m, k, stride_m, stride_k, outer, inverse_rht);
   const Where w = where(stream, threads_or_device);
   if (m * k == 0) return;
   run([&] { backend::dequantize(args, w); });
+}
+
+// (spec, qdata, transposed, scale, amax, out, dtype, M, K, stride_m, stride_k, outer, inverse_rht).
+mh::DequantizeArgs operand_of(const py::tuple& t) {
+  check(t.size() == 13, "an operand is what dequantize takes, in its order, but for where it runs");
+  const auto address = [&](int i) { return t[i].cast<uintptr_t>(); };
+  const auto number = [&](int i) { return t[i].cast<int64_t>(); };
+  return dequantize_args(t[0].cast<const FormatSpec&>(), address(1), t[2].cast<bool>(), address(3), address(4),
+                         address(5), t[6].cast<int>(), number(7), number(8), number(9), number(10), t[11].cast<bool>(),
+                         t[12].cast<bool>());
+}
+
+// `a` and `b` are None or an operand.
+void decode_operands(const py::object& a, const py::object& b, uintptr_t factor, uintptr_t stream,
+                     int threads_or_device) {
+  mh::OperandsArgs args{};
+  args.factor = pointer<float>(factor);
+  const py::object* given[] = {&a, &b};
+  for (int i = 0; i < 2; ++i) {
+    if (given[i]->is_none()) continue;
+    args.operands[i] = operand_of(given[i]->cast<py::tuple>());
+    args.has[i] = true;
+    const mh::DequantizeArgs& operand = args.operands[i];
+    const int64_t amaxes = mh::num_amaxes(operand.spec, operand.out.rows, operand.out.cols);
+    check(!factor || !operand.in.amax || (operand.spec.scale_rule == ScaleRule::e4m3_amax && amaxes == 1),
+          "factor: of operands with one amax of NVFP4, or none");
+  }
+  const Where w = where(stream, threads_or_device);
+  run([&] { backend::decode_operands(args, w); });
 }
 
 void outer_scale(uintptr_t amax, uintptr_t out, int64_t n, uintptr_t stream, int threads_or_device) {
@@ -298,7 +335,7 @@ PYBIND11_MODULE(MH_MODULE, m) {
         py::arg("amax"), py::arg("fixed_scale"), py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"),
         py::arg(kWhereArg));
   m.attr("PANEL_ROWS") = mh::kPanelRows;
-  static const mh::Casts casts{&backend::amax, &backend::quantize, &backend::dequantize, &backend::outer_scale};
+  static const mh::Casts casts{&backend::amax, &backend::quantize, &backend::decode_operands, &backend::outer_scale};
   m.attr("INTERFACE") = mh::kInterface;
   m.attr("CASTS") = py::capsule(&casts, mh::kCastsCapsule);
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),
@@ -308,6 +345,8 @@ PYBIND11_MODULE(MH_MODULE, m) {
   m.def("dequantize", &dequantize, py::arg("spec"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
         py::arg("amax"), py::arg("out"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
         py::arg("stride_k"), py::arg("outer"), py::arg("inverse_rht"), py::arg("stream"), py::arg(kWhereArg));
+  m.def("decode_operands", &decode_operands, py::arg("a"), py::arg("b"), py::arg("factor"), py::arg("stream"),
+        py::arg(kWhereArg));
   m.def("outer_scale", &outer_scale, py::arg("amax"), py::arg("out"), py::arg("n"), py::arg("stream"), py::arg(kWhereArg));
 #if defined(MH_IS_CUDA)
   m.def("group_amax", &group_amax, py::arg("data"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),

@@ -16,7 +16,7 @@ constexpr const char* kCastsCapsule = "megatron_hybrid.casts";
 struct Casts {
   void (*amax)(const AmaxArgs&, const Where&);
   void (*quantize)(const PairArgs&, const Where&);
-  void (*dequantize)(const DequantizeArgs&, const Where&);
+  void (*decode_operands)(const OperandsArgs&, const Where&);
   void (*outer_scale)(const float* amax, float* out, int64_t n, const Where&);
 };
 

@@ -4,6 +4,6 @@
 
 namespace mh {
 
-constexpr int kInterface = 4;
+constexpr int kInterface = 5;
 
 }  // namespace mh

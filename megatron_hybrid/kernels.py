@@ -298,6 +298,27 @@ def dequantize(qdata, scale, amax, fmt, direction, M, K, *, transposed, out, out
     )  # fmt: skip
 
 
+def decode_operands(a: tuple | None, b: tuple | None, factor: torch.Tensor | None = None) -> None:
+    """Decode both operands of a product, or one, as `dequantize` does; on CUDA by one launch if both are stored alike.
+
+    a, b: (qdata, scale, amax, format, direction, transposed, out, outer, inverse_rht), untraced. factor: float32 (),
+    set to the product of the `outer_scale` of both; an operand without an amax leaves that of the other. Raises
+    ``ValueError`` where an operand has several amaxes.
+    """
+    out = (a or b)[6]
+    extension(out.device.type).decode_operands(_decode(a), _decode(b), _ptr(factor), *_where(out))
+
+
+def _decode(operand: tuple | None) -> tuple | None:
+    if operand is None:
+        return None
+    qdata, scale, amax, fmt, direction, transposed, out, outer, inverse_rht = operand
+    return (
+        spec(fmt, direction, out.device), _ptr(qdata), transposed, _ptr(scale), _ptr(amax), *_matrix(out),
+        outer, inverse_rht,
+    )  # fmt: skip
+
+
 def outer_scale(amax: torch.Tensor, fmt: Format, out: torch.Tensor) -> torch.Tensor:
     """NVFP4's decode factor 1/enc (float32, elementwise) from outer amaxes."""
     if traced(amax):

@@ -141,12 +141,14 @@ class QuantizedStorage:
         if not self.format.is_quantized:
             return out.copy_(self.qdata)
         M, K = self.shape
-        qdata, scale, amax = (None if t is None else t.contiguous() for t in (self.qdata, self.scale, self.outer_amax))
         kernels.dequantize(
-            qdata, scale, amax, self.format, self.direction, M, K,
+            *self._whole_buffers(), self.format, self.direction, M, K,
             transposed=self.transposed, out=out, outer=outer, inverse_rht=inverse_rht,
         )  # fmt: skip
         return out
+
+    def _whole_buffers(self) -> list:
+        return [None if t is None else t.contiguous() for t in (self.qdata, self.scale, self.outer_amax)]
 
     @property
     def operand_shape(self) -> tuple[int, int]:
@@ -155,12 +157,40 @@ class QuantizedStorage:
 
     def operand(self, dtype: torch.dtype, *, outer: bool = True) -> torch.Tensor:
         """Decode to the GEMM view (rows, contraction), contraction contiguous; `rht` stays transformed."""
-        if not self.format.is_quantized:
-            x = self.qdata.to(dtype)
-            return x if self.direction == ROWWISE else x.T
-        out = _beside(self.qdata, self.operand_shape, dtype=dtype)
-        self.decode(out if self.direction == ROWWISE else out.T, outer=outer, inverse_rht=False)
+        out = self.unwritten_operand(dtype)
+        if self.format.is_quantized:
+            self.decode(self._of_operand(out), outer=outer, inverse_rht=False)
         return out
+
+    def unwritten_operand(self, dtype: torch.dtype) -> torch.Tensor:
+        """Memory for `operand`, which `decode_operands` fills; of a payload that is not quantized, the operand."""
+        if self.format.is_quantized:
+            return _beside(self.qdata, self.operand_shape, dtype=dtype)
+        return self._of_operand(self.qdata.to(dtype))
+
+    def _of_operand(self, t: torch.Tensor) -> torch.Tensor:
+        """(M, K) of the GEMM view, and the GEMM view of (M, K)."""
+        return t if self.direction == ROWWISE else t.T
+
+
+def decode_operands(payloads, outs, *, outer=True, factor=None) -> None:
+    """Decode A's and B's payloads into what their `unwritten_operand` gave, by one call of the kernels.
+
+    outer: as for `operand`. factor: float32 (), set to the product of the payloads' outer scales, of one number each;
+    of untraced tensors only.
+    """
+    pairs = [(s, s._of_operand(out)) for s, out in zip(payloads, outs)]
+    if any(kernels.traced(out) for _, out in pairs):
+        for s, out in pairs:
+            if s.format.is_quantized:
+                s.decode(out, outer=outer, inverse_rht=False)
+        return
+    operands = [
+        (*s._whole_buffers(), s.format, s.direction, s.transposed, out, outer, False) if s.format.is_quantized else None
+        for s, out in pairs
+    ]  # fmt: skip
+    if any(operands):
+        kernels.decode_operands(*operands, factor)
 
 
 def _beside(t: torch.Tensor, shape, dtype: torch.dtype) -> torch.Tensor:

@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "../backend.h"
+#include "../numerics/scales.h"
 #include "kernels.h"
 
 namespace mh::cpu {
@@ -98,6 +99,17 @@ void quantize(const PairArgs& args, const Where& where) {
 
 void dequantize(const DequantizeArgs& args, const Where& where) {
   chosen().table.dequantize(args, where.threads_or_device);
+}
+
+void decode_operands(const OperandsArgs& args, const Where& where) {
+  const float* amaxes[2] = {};
+  for (int i = 0; i < 2; ++i) {
+    if (!args.has[i]) continue;
+    const DequantizeArgs& operand = args.operands[i];
+    amaxes[i] = operand.in.amax;
+    if (operand.out.rows * operand.out.cols > 0) dequantize(operand, where);
+  }
+  if (args.factor) *args.factor = nvfp4_factor(amaxes[0], amaxes[1]);
 }
 
 void outer_scale(const float* amax, float* out, int64_t n, const Where& where) {

@@ -140,11 +140,11 @@ __device__ void decode_elements(const DecodeArgs& a, const Tile& t, const Outer&
   }
 }
 
+// A thread block's part of one matrix.
 template <class T, class E>
-__global__ void __launch_bounds__(kThreads, 4) decode_runs(const __grid_constant__ DecodeArgs a) {
+__device__ __forceinline__ void decode_part(const DecodeArgs& a, uint32_t part, Outer& outer) {
   constexpr int kWords = Codes<kKind<E>>::kWords / 2, kPerByte = kIsFp4<kKind<E>> ? 2 : 1;
-  __shared__ Outer outer;
-  const Tile t = a.run_tiling.tile(blockIdx.x);
+  const Tile t = a.run_tiling.tile(part);
   const int j = threadIdx.x % kRunsAcross * kRun, first = threadIdx.x / kRunsAcross;
   const int runs = a.vector && j < t.cols ? (t.rows - first + kRunStep - 1) / kRunStep : 0;
   uint32_t codes[kRuns][kWords], scales[kRuns];
@@ -171,6 +171,35 @@ __global__ void __launch_bounds__(kThreads, 4) decode_runs(const __grid_constant
     store_vectors<T>(a, t, first + n * kRunStep, j, pairs);
   }
 }
+
+// What a product of decodes is multiplied by (`OperandsArgs`); nothing where `out` is null.
+struct Factor {
+  float* out;
+  const float *a, *b;
+};
+
+__device__ __forceinline__ void write_factor(const Factor& f) {
+  if (f.out && blockIdx.x == 0 && threadIdx.x == 0) *f.out = nvfp4_factor(f.a, f.b);
+}
+
+// Both operands of a product: the thread blocks of the second come after those of the first.
+struct Runs {
+  DecodeArgs a, b;
+  uint32_t parts_of_a;
+  Factor factor;
+};
+
+template <class T, class E>
+__global__ void __launch_bounds__(kThreads, 4) decode_runs(const __grid_constant__ Runs r) {
+  __shared__ Outer outer;
+  write_factor(r.factor);
+  if (blockIdx.x < r.parts_of_a)
+    decode_part<T, E>(r.a, blockIdx.x, outer);
+  else
+    decode_part<T, E>(r.b, blockIdx.x - r.parts_of_a, outer);
+}
+
+__global__ void __launch_bounds__(kThreads) factor_alone(const Factor f) { write_factor(f); }
 
 // Codes of the line at (i, j): from one unit where stored rows run along it, else gathered.
 template <class E, bool down>
@@ -301,16 +330,20 @@ int log2_of(int power) {
   return log;
 }
 
-}  // namespace
+struct Prepared {
+  DecodeArgs args;
+  Dtype dtype;
+  bool runs;
+};
 
-void dequantize(const DequantizeArgs& args, const Where& where) {
-  const OnDevice on(where, "dequantize");
+Prepared prepare(const DequantizeArgs& args) {
   const Matrix out = contiguous_strides(args.out);
   const bool swapped = out.col_stride != 1 && out.row_stride == 1;  // neighbours along K of what the kernel sees
   const FormatSpec& spec = args.spec;
   const int64_t last = args.in.transposed ? out.rows : out.cols;
   const int64_t scale_pitch = spec.block_k ? (out.cols + spec.block_k - 1) / spec.block_k : 1;
-  DecodeArgs a{};
+  Prepared made{};
+  DecodeArgs& a = made.args;
   a.spec = spec;
   if (swapped) {
     a.spec.axis = 1 - spec.axis;
@@ -335,18 +368,62 @@ void dequantize(const DequantizeArgs& args, const Where& where) {
   a.out_width = a.out.col_stride == 1 ? access_width(out.data, a.out.row_stride * (out.dtype == Dtype::f32 ? 4 : 2)) : 0;
   a.tiling = make_tiling(a.out.rows, a.out.cols, false);
   a.run_tiling = make_tiling<kRunRows, kRunCols>(a.out.rows, a.out.cols, false);
-  const bool runs = !a.transposed && !(spec.rht && a.inverse_rht);
+  made.dtype = out.dtype;
+  made.runs = !a.transposed && !(spec.rht && a.inverse_rht);
   a.vector = a.width >= (fp4 ? kRun / 2 : kRun) && a.out_width == kVector && a.out.cols % kRun == 0;
-  by_dtype(out.dtype, [&](auto t) {
-    by_element(spec.element, [&](auto e) {
-      using T = decltype(t);
-      using E = decltype(e);
-      if (runs)
-        launch(decode_runs<T, E>, a.run_tiling.count, 0, where, "dequantize", a);
-      else
-        launch(decode_tiles<T, E>, a.tiling.count, 0, where, "dequantize", a);
-    });
+  return made;
+}
+
+// Calls f with a value of the output's type and one of the codes'.
+template <class F>
+void by_types(const Prepared& p, F&& f) {
+  by_dtype(p.dtype, [&](auto t) { by_element(p.args.spec.element, [&](auto e) { f(t, e); }); });
+}
+
+// Of one matrix, or of two of the same types (`b` not null).
+void launch_runs(const Prepared& p, const Prepared* b, const Factor& factor, const Where& where) {
+  Runs r{p.args, b ? b->args : DecodeArgs{}, p.args.run_tiling.count, factor};
+  const unsigned parts = r.parts_of_a + r.b.run_tiling.count;
+  by_types(p, [&](auto t, auto e) { launch(decode_runs<decltype(t), decltype(e)>, parts, 0, where, "dequantize", r); });
+}
+
+void launch_tiles(const Prepared& p, const Where& where) {
+  by_types(p, [&](auto t, auto e) {
+    launch(decode_tiles<decltype(t), decltype(e)>, p.args.tiling.count, 0, where, "dequantize", p.args);
   });
+}
+
+}  // namespace
+
+void dequantize(const DequantizeArgs& args, const Where& where) {
+  const OnDevice on(where, "dequantize");
+  const Prepared p = prepare(args);
+  p.runs ? launch_runs(p, nullptr, {}, where) : launch_tiles(p, where);
+}
+
+void decode_operands(const OperandsArgs& args, const Where& where) {
+  const OnDevice on(where, "decode_operands");
+  Factor factor{args.factor, nullptr, nullptr};
+  Prepared found[2];
+  int n = 0;
+  for (int i = 0; i < 2; ++i) {
+    if (!args.has[i]) continue;
+    const DequantizeArgs& operand = args.operands[i];
+    (i ? factor.b : factor.a) = operand.in.amax;
+    if (operand.out.rows * operand.out.cols > 0) found[n++] = prepare(operand);
+  }
+  const Prepared &a = found[0], &b = found[1];
+  if (n == 2 && a.runs && b.runs && a.dtype == b.dtype && a.args.spec.element == b.args.spec.element)
+    return launch_runs(a, &b, factor, where);
+  for (int i = 0; i < n; ++i) {
+    if (!found[i].runs) {
+      launch_tiles(found[i], where);
+      continue;
+    }
+    launch_runs(found[i], nullptr, factor, where);
+    factor.out = nullptr;  // written
+  }
+  if (factor.out) launch(factor_alone, 1, 0, where, "decode_operands", factor);
 }
 
 }  // namespace mh::cuda

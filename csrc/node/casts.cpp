@@ -7,13 +7,7 @@
 namespace mh::node {
 namespace {
 
-int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
-
 int64_t num_panels(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
-
-Tensor bytes_beside(const Tensor& x, int64_t size) {
-  return at::empty({size}, x.options().dtype(ScalarType::Byte).requires_grad(false));
-}
 
 // One direction of a cast: memory for it, and what the kernels are told. temporary: room for an amax that is not kept.
 QuantizeArgs arguments(const Matrix& x, Payload& out, const State& state, const Tensor& known, uint8_t* temporary,
@@ -48,6 +42,10 @@ Payload unwritten(const Side& side, const Tensor& x) {
 }
 
 }  // namespace
+
+Tensor bytes_beside(const Tensor& x, int64_t size) {
+  return at::empty({size}, x.options().dtype(ScalarType::Byte).requires_grad(false));
+}
 
 Tensor as_matrix(const Tensor& x) {
   if (x.dim() == 2) return x;

@@ -14,6 +14,11 @@ using States = std::array<std::array<State, 2>, 3>;
 // x (..., K) as (M, K).
 Tensor as_matrix(const Tensor& x);
 
+inline int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// Unwritten memory on x's device.
+Tensor bytes_beside(const Tensor& x, int64_t size);
+
 // The device's current stream, or torch's threads.
 Where where(const at::Device& device);
 

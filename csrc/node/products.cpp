@@ -52,20 +52,33 @@ Tensor multiply_high_precision(const Tensor& a, const Tensor& b, ScalarType dtyp
 
 // ---- decodes: `EmulatedBackend`
 
-// The GEMM view of an operand, contraction contiguous. outside: with the scales that `outside` gives.
-Tensor decoded(const Plan& plan, const Payload& p, ScalarType dtype, bool outside) {
-  const Side& side = *p.side;
-  if (!side.quantized) return high_precision(p).to(dtype);
-  const Tensor out = at::empty({p.rows(), p.contraction()}, p.options(dtype));
-  if (!p.m || !p.k) return out;
-  Tensor ones;
-  if (!outside && side.scales_outside()) ones = at::ones({num_scales(side.spec, p.m, p.k)}, p.options(ScalarType::Float));
-  const bool along_k = side.spec.axis == 0;
-  const Matrix matrix{out.data_ptr(), dtype_code(dtype), p.m, p.k, along_k ? p.k : 1, along_k ? 1 : p.m};
-  void* scale = ones.defined() ? ones.data_ptr() : p.scale();
-  plan.casts->dequantize({side.spec, {p.codes(), side.transposed, scale, p.outer()}, matrix, outside, false},
-                         where(out.device()));
-  return out;
+// What the kernels are told of a decode to the GEMM view of an operand, contraction contiguous.
+DequantizeArgs decoding(const Payload& p, void* out, Dtype dtype, void* scale, bool outside) {
+  const bool along_k = p.side->spec.axis == 0;
+  const Matrix matrix{out, dtype, p.m, p.k, along_k ? p.k : 1, along_k ? 1 : p.m};
+  return {p.side->spec, {p.codes(), p.side->transposed, scale, p.outer()}, matrix, outside, false};
+}
+
+// Both operands, decoded in one call where they are quantized. outside: with the scales that `outside` gives.
+std::array<Tensor, 2> decoded(const Plan& plan, const Payload& a, const Payload& b, ScalarType dtype, bool outside) {
+  std::array<Tensor, 2> made, ones;
+  OperandsArgs args{};
+  for (int i = 0; i < 2; ++i) {
+    const Payload& p = i ? b : a;
+    const Side& side = *p.side;
+    if (!side.quantized) {
+      made[i] = high_precision(p).to(dtype);
+      continue;
+    }
+    made[i] = at::empty({p.rows(), p.contraction()}, p.options(dtype));
+    if (!p.m || !p.k) continue;
+    const int64_t scales = num_scales(side.spec, p.m, p.k);
+    if (!outside && side.scales_outside()) ones[i] = at::ones({scales}, p.options(ScalarType::Float));
+    void* scale = ones[i].defined() ? ones[i].data_ptr() : p.scale();
+    args.operands[i] = decoding(p, made[i].data_ptr(), dtype_code(dtype), scale, outside), args.has[i] = true;
+  }
+  if (args.has[0] || args.has[1]) plan.casts->decode_operands(args, where(made[0].device()));
+  return made;
 }
 
 // FP32 scales by which a product is multiplied, one or one a row of the operand; undefined where there are none.
@@ -85,12 +98,14 @@ Tensor one_factor(const Tensor& rows, const Tensor& columns) {
   return !rows.defined() ? columns : !columns.defined() ? rows : rows.mul(columns);
 }
 
-// What cuBLASLt reads of device memory for a product of these; null: it is not the one to run it. `_direct`.
-const float* constants_for(const Plan& plan, const Tensor& a, const Tensor& b, const Tensor& total) {
-  const auto taken = [](const Tensor& t) { return t.scalar_type() == ScalarType::BFloat16 && t.is_contiguous(); };
-  if (!plan.matmul || !taken(a) || !taken(b) || !a.numel() || !b.numel() || a.size(1) % 8 || b.size(0) % 8) return nullptr;
+// What cuBLASLt reads of device memory for a product of these in bf16; null: it is not the one to run it. `_direct`.
+const float* constants_for(const Plan& plan, const Payload& a, const Payload& b, const Tensor& total) {
+  const auto taken = [](const Payload& p) {
+    return p.m && p.k && (p.side->quantized || high_precision(p).is_contiguous());
+  };
+  if (!plan.matmul || !taken(a) || !taken(b) || a.contraction() % 8 || b.rows() % 8) return nullptr;
   if (total.defined() && (total.scalar_type() != ScalarType::Float || !total.is_contiguous())) return nullptr;
-  return constants(plan, where(a.device()));
+  return constants(plan, where(a.memory[0].device()));
 }
 
 void run_matmul(const Plan& plan, MatmulArgs args, const Tensor& out) {
@@ -101,17 +116,46 @@ void run_matmul(const Plan& plan, MatmulArgs args, const Tensor& out) {
   plan.matmul->run(args);
 }
 
-Tensor multiply_scaled(const Plan& plan, const Tensor& a, const Tensor& b, const Tensor& factor, const float* constants,
-                       ScalarType dtype, const Tensor& total) {
-  MatmulArgs args{};
-  args.a = a.data_ptr(), args.b = b.data_ptr();
-  args.rows_a = a.size(0), args.rows_b = b.size(0), args.k = a.size(1);
+// The product of these, in bf16 at the addresses in `args`, times its factor.
+Tensor multiply_scaled(const Plan& plan, const Payload& a, const Payload& b, MatmulArgs args, ScalarType dtype,
+                       const Tensor& total) {
+  args.rows_a = a.rows(), args.rows_b = b.rows(), args.k = a.contraction();
   args.type_a = args.type_b = plan.bf16, args.mode_a = args.mode_b = plan.no_scale;
-  args.add = total.defined(), args.factor = factor.data_ptr<float>(), args.constants = constants;
+  args.add = total.defined();
   const auto made = dtype == ScalarType::BFloat16 ? dtype : ScalarType::Float;
-  const Tensor out = args.add ? total : at::empty({args.rows_a, args.rows_b}, a.options().dtype(made));
+  const Tensor out = args.add ? total : at::empty({args.rows_a, args.rows_b}, a.options(made));
   run_matmul(plan, args, out);
-  return args.add ? total : out.to(dtype);
+  return args.add || made == dtype ? out : out.to(dtype);
+}
+
+// Whether the scales outside of a product are one number an operand or none, and come from amaxes. `_from_amaxes`.
+bool from_amaxes(const Payload& a, const Payload& b) {
+  const auto fits = [](const Payload& p) {
+    return !p.side->quantized || (!p.side->scales_outside() && (!p.side->keeps_amax() || p.amaxes() == 1));
+  };
+  const auto keeps = [](const Payload& p) { return p.side->quantized && p.side->keeps_amax(); };
+  return fits(a) && fits(b) && (keeps(a) || keeps(b));
+}
+
+// Decodes and their factor by one call, in one piece of memory.
+Tensor multiply_from_amaxes(const Plan& plan, const Payload& a, const Payload& b, const float* constants,
+                            ScalarType dtype, const Tensor& total) {
+  const auto bytes = [](const Payload& p) { return p.side->quantized ? aligned(p.m * p.k * 2) : 0; };
+  const Tensor memory = bytes_beside(a.memory[0], bytes(a) + bytes(b) + static_cast<int64_t>(sizeof(float)));
+  auto* next = static_cast<uint8_t*>(memory.data_ptr());
+  OperandsArgs decodes{};
+  MatmulArgs args{};
+  for (int i = 0; i < 2; ++i) {
+    const Payload& p = i ? b : a;
+    (i ? args.b : args.a) = p.side->quantized ? next : high_precision(p).data_ptr();
+    if (!p.side->quantized) continue;
+    decodes.operands[i] = decoding(p, next, Dtype::bf16, p.scale(), false), decodes.has[i] = true;
+    next += bytes(p);
+  }
+  decodes.factor = reinterpret_cast<float*>(next);
+  plan.casts->decode_operands(decodes, where(memory.device()));
+  args.factor = decodes.factor, args.constants = constants;
+  return multiply_scaled(plan, a, b, args, dtype, total);
 }
 
 // `out * rows * columns` rounded once, in as few passes over `out` as there are scales that do not combine.
@@ -137,13 +181,22 @@ Tensor multiply_decoded(const Plan& plan, const Product& how, const Payload& a, 
                         const Tensor& total) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const auto in_bf16 = [&](int i, const Payload& p) { return how.in_bf16[i][static_cast<int>(dtype_code(p.dtype))]; };
-  if (!in_bf16(0, a) || !in_bf16(1, b))
-    return mm_into(decoded(plan, a, ScalarType::Float, true), decoded(plan, b, ScalarType::Float, true), dtype, total);
-  const Tensor x = decoded(plan, a, ScalarType::BFloat16, false), w = decoded(plan, b, ScalarType::BFloat16, false);
+  if (!in_bf16(0, a) || !in_bf16(1, b)) {
+    const auto [x, w] = decoded(plan, a, b, ScalarType::Float, true);
+    return mm_into(x, w, dtype, total);
+  }
+  if (from_amaxes(a, b))
+    if (const float* known = constants_for(plan, a, b, total))
+      return multiply_from_amaxes(plan, a, b, known, dtype, total);
+  const auto [x, w] = decoded(plan, a, b, ScalarType::BFloat16, false);
   const Tensor rows = outside(plan, a), columns = outside(plan, b);
   if (!rows.defined() && !columns.defined()) return mm_into(x, w, dtype, total);
   if (const Tensor factor = one_factor(rows, columns); factor.defined())
-    if (const float* known = constants_for(plan, x, w, total)) return multiply_scaled(plan, x, w, factor, known, dtype, total);
+    if (const float* known = constants_for(plan, a, b, total)) {
+      MatmulArgs args{};
+      args.a = x.data_ptr(), args.b = w.data_ptr(), args.factor = factor.data_ptr<float>(), args.constants = known;
+      return multiply_scaled(plan, a, b, args, dtype, total);
+    }
   return scale_into(mm_fp32(x, w), rows, columns, dtype, total);
 }
 

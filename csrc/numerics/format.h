@@ -102,6 +102,14 @@ struct DequantizeArgs {
   bool inverse_rht;  // leave the transformed domain
 };
 
+// Both operands of a product, or one of them. `factor`: null, or where the product of NVFP4's 1/enc of both goes, from
+// the first amax of each (`in.amax`); an operand without amaxes leaves it as the other's.
+struct OperandsArgs {
+  DequantizeArgs operands[2];
+  bool has[2];
+  float* factor;
+};
+
 // CUDA only. Bits of the amaxes of every group's columns, (groups, cols), and of all groups' rows or null; raised, from 0.
 struct GroupAmaxArgs {
   Matrix x;

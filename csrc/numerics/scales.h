@@ -51,6 +51,12 @@ MH_HD float nvfp4_outer_encode(float amax) {
   return amax > 0.0f && finite > 0.0f ? finite : 1.0f;
 }
 
+// What a product of two operands is multiplied by, from the amax of each; null: one that has none.
+MH_HD float nvfp4_factor(const float* a, const float* b) {
+  const float of_a = a ? 1.0f / nvfp4_outer_encode(*a) : 1.0f, of_b = b ? 1.0f / nvfp4_outer_encode(*b) : 1.0f;
+  return of_a * of_b;
+}
+
 MH_HD uint32_t nvfp4_scale(float block_amax, float enc) {
   const float s = block_amax * (enc * (1.0f / 6.0f));
   return encode<E4M3>(s > kFloatMax ? kFloatMax : s);  // a NaN stays NaN: code 0x7f

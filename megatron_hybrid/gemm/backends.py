@@ -8,7 +8,7 @@ import torch
 
 from .. import kernels
 from ..formats import Format
-from ..storage import QuantizedStorage
+from ..storage import QuantizedStorage, decode_operands
 from . import cublaslt
 from .backend import Alignment, GemmPair, finish
 
@@ -105,9 +105,16 @@ class EmulatedBackend(_ExactSums):
         return True
 
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
-        if not (self._in_bf16(a) and self._in_bf16(b)):
-            return mm_into(a.operand(torch.float32), b.operand(torch.float32), out_dtype, accumulate_into)
-        x, w = bf16_operand(a), bf16_operand(b)
+        dtype = torch.bfloat16 if self._in_bf16(a) and self._in_bf16(b) else torch.float32
+        x, w = a.unwritten_operand(dtype), b.unwritten_operand(dtype)
+        if dtype == torch.float32:
+            decode_operands((a, b), (x, w))
+            return mm_into(x, w, out_dtype, accumulate_into)
+        if _from_amaxes(a, b) and _direct(x, w, accumulate_into):
+            factor = torch.empty((), dtype=torch.float32, device=x.device)
+            decode_operands((a, b), (x, w), outer=False, factor=factor)
+            return _multiply_scaled(x, w, factor, out_dtype, accumulate_into)
+        decode_operands((_inside(a), _inside(b)), (x, w), outer=False)
         rows, columns = epilogue_scale(a), epilogue_scale(b)
         if rows is None and columns is None:
             return mm_into(x, w, out_dtype, accumulate_into)
@@ -149,6 +156,13 @@ def mm_into(a, b, out_dtype, accumulate_into=None) -> torch.Tensor:
 
 def _low_precision(a, b) -> bool:
     return a.device.type == "cuda" and a.dtype == b.dtype != torch.float32
+
+
+def _from_amaxes(a: QuantizedStorage, b: QuantizedStorage) -> bool:
+    """Whether the scales outside of a product are one number an operand or none, and come from amaxes."""
+    kept = [s.outer_amax for s in (a, b) if s.outer_amax is not None]
+    outside = any(s.format.is_quantized and _scales_outside(s.format) for s in (a, b))
+    return bool(kept) and not outside and all(amax.numel() == 1 for amax in kept)
 
 
 def _one_factor(rows, columns) -> torch.Tensor | None:
@@ -219,9 +233,14 @@ def exact_in_bf16(fmt: Format, dtype: torch.dtype) -> bool:
 
 def bf16_operand(s: QuantizedStorage) -> torch.Tensor:
     """The GEMM view (rows, contraction) in bf16, without the scales that `epilogue_scale` gives."""
+    return _inside(s).operand(torch.bfloat16, outer=False)
+
+
+def _inside(s: QuantizedStorage) -> QuantizedStorage:
+    """The payload with ones for FP32 scales that `epilogue_scale` gives."""
     if not s.format.is_quantized or not _scales_outside(s.format):
-        return s.operand(torch.bfloat16, outer=False)
-    return s.with_buffers({"scale": torch.ones_like(s.scale)}).operand(torch.bfloat16)
+        return s
+    return s.with_buffers({"scale": torch.ones_like(s.scale)})
 
 
 def epilogue_scale(s: QuantizedStorage) -> torch.Tensor | None:

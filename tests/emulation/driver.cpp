@@ -113,7 +113,7 @@ QuantizeArgs random_cast(Buffers& buffers, const FormatSpec& spec, const Matrix&
   return a;
 }
 
-void decode(Buffers& buffers, const QuantizeArgs& q) {
+DequantizeArgs random_decode(Buffers& buffers, const QuantizeArgs& q) {
   DequantizeArgs d{};
   d.spec = q.spec;
   d.in = q.out;
@@ -124,7 +124,15 @@ void decode(Buffers& buffers, const QuantizeArgs& q) {
   d.out = Matrix{nullptr, static_cast<Dtype>(rng() % 3), m, k, down ? 1 : k, down ? m : 1};
   const int64_t size = d.out.dtype == Dtype::f32 ? 4 : 2;
   d.out.data = buffers.get<uint8_t>((m * k + first) * size) + first * size;
-  cuda::dequantize(d, kHere);
+  return d;
+}
+
+// As the operands of a product are decoded.
+void decode_both(Buffers& buffers, const QuantizeArgs& a, const QuantizeArgs& b) {
+  OperandsArgs both{{random_decode(buffers, a), random_decode(buffers, b)}, {true, true}, nullptr};
+  const bool amaxes = a.spec.element == Element::e2m1 && b.spec.element == Element::e2m1;
+  if (amaxes && !one_in(4)) both.factor = buffers.get<float>(1);
+  cuda::decode_operands(both, kHere);
 }
 
 }  // namespace
@@ -151,8 +159,12 @@ int main(int argc, char** argv) {
       p.grad = buffers.get<uint8_t>(((x.rows - 1) * p.grad_stride + x.cols / 2) * (x.dtype == Dtype::f32 ? 4 : 2));
     }
     cuda::quantize(p, kHere);
-    if (p.has_row) decode(buffers, p.row);
-    if (p.has_col) decode(buffers, p.col);
+    if (p.has_row && p.has_col && one_in(2)) {
+      decode_both(buffers, p.row, p.col);
+      continue;
+    }
+    if (p.has_row) cuda::dequantize(random_decode(buffers, p.row), kHere);
+    if (p.has_col) cuda::dequantize(random_decode(buffers, p.col), kHere);
   }
   printf("%d casts, nothing found\n", calls);
 }

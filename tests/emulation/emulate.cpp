@@ -147,7 +147,11 @@ UNSEEN uint32_t exchange(uint32_t value, int lanes_away) {
 
 }  // namespace emulation
 
+// Kernels started so far; a test reads it.
+extern "C" __attribute__((visibility("default"))) int emulated_launches = 0;
+
 UNSEEN void emulate(unsigned grid, int shared_bytes, uintptr_t, const std::function<void()>& kernel) {
+  ++emulated_launches;
   using namespace emulation;
   if (!threads) {
     threads = new Thread[kThreads];

@@ -3,6 +3,7 @@
 The GPU runs of `tests/numerics/test_cast_pair.py` say more; this says it where there is none. `-m slow`: it compiles first.
 """
 
+import ctypes
 import importlib.util
 import itertools
 import shutil
@@ -20,7 +21,7 @@ from megatron_hybrid.grouped_columns import GroupCast, with_torch
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.ops_triton.grouped_gemm import block_map
 from megatron_hybrid.permutation import RowMap
-from megatron_hybrid.storage import _side, cast, derive_columnwise
+from megatron_hybrid.storage import _side, cast, decode_operands, derive_columnwise
 from megatron_hybrid.tensor import HybridTensor
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
 from megatron_hybrid.testing.generators import cast_input, make_input
@@ -28,6 +29,7 @@ from megatron_hybrid.testing.generators import cast_input, make_input
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "numerics")]
 from build import build_codes, build_module  # noqa: E402
 from test_cast_pair import FORMATS, LAYOUTS, SHAPES, assert_same, empty, lay_out, new_rng, new_states, panel_sums  # noqa: E402
+from test_decode_operands import check_every_pair, check_factors, check_pair  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 
@@ -92,6 +94,64 @@ def test_derived_columns(emulated, row):
         kept = cast(x, parse_format(row), ROWWISE, state=own)
         assert_same(outs[0], kept, f"{row} -> {col} {shape} row")
         assert_same(outs[1], derive_columnwise(kept, parse_format(col), transposed=True), f"{row} -> {col} {shape} column")
+
+
+@pytest.fixture
+def operands_emulated(emulated, monkeypatch):
+    """A function of the kernels' door by the emulated kernels."""
+
+    def by_emulation(function):
+        def call(*args, **kwargs):
+            with monkeypatch.context() as patch:
+                patch.setattr(kernels, "extension", lambda device_type: emulated)
+                kernels._spec.cache_clear()
+                function(*args, **kwargs)
+            kernels._spec.cache_clear()
+
+        return call
+
+    return by_emulation
+
+
+LAUNCHES = [  # of a cast of both directions: (formats, shape, launches)
+    (("nvfp4", "nvfp4"), (16, 1024), 2), (("nvfp4:2d", "nvfp4:2d"), (1024, 1024), 3), (("nvfp4", "nvfp4"), (33, 1024), 3),
+    (("fp8_current_e4m3", "fp8_current_e4m3"), (16, 1024), 2), (("mxfp8_e4m3", "mxfp8_e4m3"), (16, 1024), 1),
+    (("nvfp4:row_scaled,rht", "nvfp4:row_scaled,rht"), (16, 128), 3), (("mxfp8_e4m3", "nvfp4:row_scaled"), (128, 192), 2),
+    (("mxfp8_e4m3", "nvfp4:row_scaled"), (129, 192), 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("names,shape,launches", LAUNCHES)
+def test_no_more_launches_than_a_cast_needs(emulated, names, shape, launches):
+    """A pass for amaxes starts with one for zeros only where several thread blocks raise the same amax."""
+    x = cast_input(make_input("normal", shape), "bfloat16")
+    outs = [empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)]
+    counted = ctypes.c_int.in_dll(ctypes.CDLL(emulated.__file__), "emulated_launches")
+    before = counted.value
+    cast_emulated(emulated, outs, x, new_states(names, "cpu"), new_rng("cpu", *shape))
+    assert counted.value - before == launches
+    for out, name in zip(outs, names):
+        expected = cast(x, parse_format(name), out.direction, transposed=out.transposed)
+        assert_same(out, expected, f"{name} {shape} {out.direction}")
+
+
+def test_one_launch_decodes_both_operands_and_writes_their_factor(emulated, operands_emulated):
+    counted = ctypes.c_int.in_dll(ctypes.CDLL(emulated.__file__), "emulated_launches")
+    decode, shapes = operands_emulated(decode_operands), ((16, 1024), (256, 1024))
+    for names, across, launches in (
+        (("nvfp4", "nvfp4:2d"), (False, False), 1), (("mxfp8_e4m3", "mxfp8_e4m3"), (False, False), 1),
+        (("nvfp4", "mxfp8_e4m3"), (False, False), 2), (("nvfp4", "nvfp4"), (True, False), 2),
+        (("nvfp4", "nvfp4"), (True, True), 3), (("high_precision", "nvfp4"), (False, False), 1),
+    ):  # fmt: skip
+        before = counted.value
+        check_pair(names, shapes, ROWWISE, across, torch.bfloat16, False, decode=decode)
+        assert counted.value - before == launches, (names, across)
+
+
+def test_both_operands_of_products(operands_emulated):
+    """Together and apart, as they are stored alike or not; and every factor."""
+    check_every_pair(decode=operands_emulated(decode_operands))
+    check_factors("cpu", decode=operands_emulated(kernels.decode_operands))
 
 
 @pytest.fixture
