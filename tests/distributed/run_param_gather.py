@@ -1,26 +1,32 @@
-"""Checks of quantized weights whose masters are split among ranks, 4 or 2: real collectives, and Megatron's optimizer."""
+"""Checks of quantized weights whose masters are split among 2, 3 or 4 ranks: real collectives, and Megatron's optimizer."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 
+import mcore_groups
 import torch
 import torch.distributed as dist
 from checks import run_checks, start
 from mcore_model_common import VOCAB, B, S, build, drawn, mpu, parallel, rank
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from tp_cases import on_the_wire
 
 import megatron_hybrid as mh
 from megatron_hybrid import patches
 from megatron_hybrid.distributed.amax import start_max
 from megatron_hybrid.distributed.param_gather import ShardedWeights
+from megatron_hybrid.formats import shares_codes
 from megatron_hybrid.mcore import driver
 from megatron_hybrid.mcore.param_sync import GATHER
 from megatron_hybrid.storage_layout import equal
 
 STEPS = 100
+OF_EVEN_RANKS = (
+    "100_steps_have_the_losses_of_bf16_parameters", "scales_over_tensor_parallel_ranks_are_of_the_whole_weight",
+)  # fmt: skip
 WORLD = int(os.environ["WORLD_SIZE"])
 # every kind of scale, both directions from the original, a derived column, E4M3 with E5M2
 PAIRS = [
@@ -30,6 +36,7 @@ PAIRS = [
 ]  # fmt: skip
 
 
+BUCKETS = dict(overlap_grad_reduce=True, bucket_size=8000)  # three or four of quantized weights
 LIVES = dict(weights="quantized", param_gather="both", master_cast="param_dtype")
 TILES = {"version": 1, "name": "tiles", "defaults": {gemm: "nvfp4:2d" for gemm in ("fprop", "dgrad")}}
 
@@ -134,14 +141,22 @@ def assert_masters_are_cast(run, before: dict, note) -> None:
 
 def check_after_a_step_the_bytes_are_the_whole_master_s():
     """P52, c45, and no silent update of nothing: every weight has moved, the payloads are `cast(master)`, all ranks."""
-    for name, gather, cast in (
-        ("mxfp8_fprop_nvfp4_bwd", "both", "fp32"), ("fp8_delayed", "both", "param_dtype"), ("fp8_current", "rowwise", "fp32"),
-        ("nvfp4_fprop_mxfp8_bwd", "high_precision", "fp32"), ("fp8_block", "both", "param_dtype"), (TILES, "rowwise", "fp32"),
+    overlapped = dict(BUCKETS, overlap_param_gather=True)
+    for name, gather, cast, how in (
+        ("mxfp8_fprop_nvfp4_bwd", "both", "fp32", {}), ("fp8_delayed", "both", "param_dtype", {}),
+        ("fp8_current", "rowwise", "fp32", {}), ("nvfp4_fprop_mxfp8_bwd", "high_precision", "fp32", {}),
+        ("fp8_block", "both", "param_dtype", {}), (TILES, "rowwise", "fp32", {}), ("fp8_rowwise", "both", "fp32", BUCKETS),
+        ("mxfp8_fprop_nvfp4_bwd", "both", "fp32", BUCKETS), ("fp8_delayed", "both", "fp32", overlapped),
+        ("nvfp4_fprop_mxfp8_bwd", "both", "fp32", overlapped),
     ):  # fmt: skip
-        run = training(recipe(name, weights="quantized", param_gather=gather, master_cast=cast), clip=1.0)
+        run = training(recipe(name, weights="quantized", param_gather=gather, master_cast=cast), clip=1.0, **how)
+        assert (len(gathers_of(run[0])) > 1) == bool(how)
         before = {n: p.detach().clone() for n, p in run[0].named_parameters()}
         for i in (1, 2):
             step(run, i)
+            if run[0].ddp_config.overlap_param_gather:  # they would come layer by layer in the next forward
+                run[0].disable_forward_pre_hook()
+                run[0].enable_forward_pre_hook()
             for p in run[0].parameters() if i == 1 else ():  # other memory from now on: never write to the old
                 if isinstance(p, mh.HybridTensor):
                     p.data = p.detach().clone()
@@ -155,6 +170,60 @@ def check_no_memory_for_a_parameter_buffer():
     model, _, _ = training(recipe("mxfp8", weights="quantized"))
     (ours,) = [b for b in model.buffers if isinstance(b.params[0], mh.HybridTensor)]
     assert ours.param_data.untyped_storage().data_ptr() == ours.grad_data.untyped_storage().data_ptr()
+
+
+def gathers_of(model) -> list:
+    """What casts and gathers the weights of each bucket group."""
+    groups = model.bucket_groups + model.expert_parallel_bucket_groups
+    return [group.hq_gather for group in groups if getattr(group, GATHER, None) is not None]
+
+
+def bytes_of_payloads(params, gather: str, cast: str) -> int:
+    """What has to travel, from formats alone: codes and scales of both directions, of the row, or the values they are cast
+    from."""
+    if gather == "high_precision":
+        return sum(p.numel() for p in params) * (4 if cast == "fp32" else 2)
+    total = 0
+    for p in params:
+        derived = p.quantizer.derives_columnwise or gather == "rowwise" or shares_codes(*p.quantizer.formats())
+        payloads = [p.rowwise] if derived else [p.rowwise, p.columnwise]
+        total += sum(buffer.nbytes for s in payloads for buffer in s.buffers().values())
+    return total
+
+
+def check_bytes_on_the_wire_are_payloads_and_scales():
+    """P62: payloads of quantized weights travel once, over the ranks that share their masters, and nothing of them in bf16;
+    before them amaxes, in one collective a bucket and kind of ranks. A rank's share is padded to the largest."""
+    all_gather = param_and_grad_buffer.dist_all_gather_func
+    for name, gather, cast, tp, how in (
+        ("mxfp8", "both", "fp32", 1, {}), ("fp8_block", "both", "fp32", 1, {}), ("mxfp8_fprop_nvfp4_bwd", "both", "fp32", 1, {}),
+        ("fp8_current", "rowwise", "fp32", 1, {}), (TILES, "rowwise", "fp32", 1, {}), ("mxfp8", "both", "fp32", 1, BUCKETS),
+        ("fp8_rowwise", "high_precision", "fp32", 1, {}), ("fp8_rowwise", "high_precision", "param_dtype", 1, {}),
+        ("fp8_current", "both", "fp32", WORLD // 2, {}), ("mxfp8_fprop_nvfp4_bwd", "both", "fp32", WORLD // 2, {}),
+    ):  # fmt: skip
+        run, what = training(recipe(name, weights="quantized", param_gather=gather, master_cast=cast), tp=tp, **how), (name, gather)
+        step(run, 1)
+        gathers, members = gathers_of(run[0]), dist.get_process_group_ranks(mpu.get_data_parallel_group())
+        world = len(members)
+        with on_the_wire() as sent:
+            param_and_grad_buffer.dist_all_gather_func = dist.all_gather_into_tensor
+            try:
+                run[0].start_param_sync(force_sync=True)
+            finally:
+                param_and_grad_buffer.dist_all_gather_func = all_gather
+        ours = [s for s in sent if s.name == "all_gather_into_tensor" and s.dtype == torch.uint8]
+        needed = [bytes_of_payloads(part.params, gather, cast) for part in gathers]
+        assert len(ours) == len(gathers) and all(s.ranks == tuple(members) for s in ours), (what, ours)
+        for s, bytes_of in zip(ours, needed):  # masters are shared out evenly, payloads and padding nearly so
+            assert bytes_of <= s.nbytes * world <= 1.01 * bytes_of + 256 * world, (what, s.nbytes * world, bytes_of)
+        others = [s for s in sent if s.name == "all_gather_into_tensor" and s.dtype != torch.uint8]
+        plain = sum(p.numel() for p in run[0].parameters() if not isinstance(p, mh.HybridTensor))
+        assert 2 * plain <= sum(s.nbytes for s in others) * world <= 2 * plain + 2 * 128 * world * 4, (what, others)
+        reduced = [s for s in sent if s.name == "all_reduce"]
+        tensor_parallel = tuple(dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group()))
+        assert all(s.ranks in (tuple(members), tensor_parallel) for s in reduced) and len(reduced) <= 2 * len(gathers), what
+        assert any(s.ranks == tensor_parallel for s in reduced) == (tp > 1 and tp < WORLD and "mxfp8" != name), (what, reduced)
+        assert sum(s.nbytes for s in reduced) <= 0.3 * sum(needed), (what, reduced)
 
 
 def losses_of(chosen, steps: int, **ddp) -> list[float]:
@@ -266,7 +335,7 @@ def check_scales_over_tensor_parallel_ranks_are_of_the_whole_weight():
 def main() -> None:
     start()
     patches.apply_all()
-    run_checks(globals())
+    run_checks(globals(), vars(mcore_groups), leave_out={f"check_{name}" for name in OF_EVEN_RANKS} if WORLD % 2 else ())
     assert mpu.model_parallel_is_initialized()
     dist.destroy_process_group()
 
