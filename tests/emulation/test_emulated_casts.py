@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import megatron_hybrid as mh
-from megatron_hybrid import kernels
+from megatron_hybrid import kernels, node
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
+from megatron_hybrid.gemm import backends
 from megatron_hybrid.grouped_columns import GroupCast, with_torch
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.ops_triton.grouped_gemm import block_map
@@ -26,10 +27,12 @@ from megatron_hybrid.tensor import HybridTensor
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
 from megatron_hybrid.testing.generators import cast_input, make_input
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "numerics")]
+sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / folder) for folder in ("numerics", "unit"))]
 from build import build_codes, build_module  # noqa: E402
+from linear_cases import recipe  # noqa: E402
 from test_cast_pair import FORMATS, LAYOUTS, SHAPES, assert_same, empty, lay_out, new_rng, new_states, panel_sums  # noqa: E402
 from test_decode_operands import check_every_pair, check_factors, check_pair  # noqa: E402
+from test_node import Library, layers, results  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
 
@@ -146,6 +149,35 @@ def test_one_launch_decodes_both_operands_and_writes_their_factor(emulated, oper
         before = counted.value
         check_pair(names, shapes, ROWWISE, across, torch.bfloat16, False, decode=decode)
         assert counted.value - before == launches, (names, across)
+
+
+LINEARS = [  # formats of input, weight and gradient in all three gemms; own launches of a step, products by cuBLASLt
+    (("nvfp4", "nvfp4:2d", "nvfp4"), 7 + 3, 3), (("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), 3 + 3, 0),
+    (("nvfp4", "mxfp8_e4m3", "nvfp4"), 5 + 2 * 2 + 1, 3), (("nvfp4", "nvfp4:row_scaled", "nvfp4"), 8 + 3 + 2 * 2, 1),
+]  # fmt: skip
+
+
+@pytest.mark.skipif(node.library() is None, reason="this build has no _C_node")
+@pytest.mark.parametrize("formats,launches,products", LINEARS)
+def test_a_linear_by_the_node(emulated, formats, launches, products, monkeypatch):
+    """A step as on a GPU, with a library that stands in for cuBLASLt: the launches, and the bits of the CPU's kernels."""
+    x, w, dy = formats
+    fprop, dgrad = {"input": x, "weight": w}, {"grad_output": dy, "weight": w}
+    how = recipe(fprop, dgrad, {"grad_output": dy, "input": x})
+    library, found = Library(), []
+    monkeypatch.setattr(backends.EmulatedBackend, "bf16_devices", ("cpu", "cuda"))
+    for module in (node, backends):
+        monkeypatch.setattr(module, "cublaslt", library)
+    counted = ctypes.c_int.in_dll(ctypes.CDLL(emulated.__file__), "emulated_launches")
+    for casts in (kernels.extension("cpu").CASTS, emulated.CASTS):
+        monkeypatch.setattr(kernels.extension("cpu"), "CASTS", casts)
+        (layer,) = layers(how, bias=False, count=1, features=(1024, 1024))
+        before = counted.value
+        library.seen.clear()
+        found.append((results(layer, shape=(16,))[1], list(library.seen)))
+        made = counted.value - before
+    assert made == launches and len(library.seen) == products and found[0][1] == found[1][1]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
 
 
 def test_both_operands_of_products(operands_emulated):
