@@ -21,12 +21,12 @@ Made by `python scripts/compatibility.py --write` of the rows that tests/distrib
 ranks, from one checkpoint, on the same eight sequences a step. Every two values that may stand beside each other, of layout, recipe,
 recomputation, model, embeddings and microbatches, do so in a row.
 
-- **bits**: every number of the run without recomputation; where FSDP2 gathers payloads, of the one that gathers bf16.
+- **bits**: every number of the run without recomputation; where weights or tokens travel as payloads, of one where bf16 does.
 - **losses**: one rank's losses, bit for bit.
 - **close**: one rank's losses and gradient norms within what other sums and other blocks can do (the bounds stand in matrix_runs.py).
 - *on GPUs too*: a row that `scripts/run_distributed_tests.sh --backend nccl` runs on two of them.
 
-Step rules, checkpoints between layouts, Megatron-FSDP, offload and dispatch of experts have tests of their own ([status.md](status.md)).
+Step rules, checkpoints between layouts, Megatron-FSDP, offload and dispatchers of experts have tests of their own ([status.md](status.md)).
 """
 RESULTS = {BITS: "bits", LOSSES: "losses"}
 

@@ -62,7 +62,7 @@ RECOMPUTE = {
     **{modules: (*_SELECTIVE, *modules.split()) for modules in (OF_DENSE, OF_EXPERTS, MOE)},
 }
 _QUANTIZED = {"weights": "quantized", "param_gather": "both"}
-LIVES, LIVES_MIXED, PAYLOADS = "lives", "lives_mixed", "payloads"
+LIVES, LIVES_MIXED, PAYLOADS, TRAVELS = "lives", "lives_mixed", "payloads", "travels"
 # recipe -> (what the table says, shipped recipe it is made of, fields that change)
 RECIPES = {
     "bf16": ("bf16", "bf16", {}),
@@ -78,7 +78,10 @@ RECIPES = {
     LIVES: ("mxfp8, weights live quantized", "mxfp8", {**_QUANTIZED, "master_cast": "param_dtype"}),
     LIVES_MIXED: (f"{MIXED}, weights live quantized", MIXED, _QUANTIZED),
     PAYLOADS: (f"{MIXED}, FSDP2 gathers payloads", MIXED, {"param_gather": "both"}),
+    TRAVELS: (f"{EXPERTS}, tokens dispatched quantized", EXPERTS, {"dispatch": "quantized"}),
 }  # fmt: skip
+# what moves payloads -> what moves bf16, to the same bits
+AS_WHOLE = {PAYLOADS: MIXED, TRAVELS: EXPERTS}
 # model -> (what the table says, flags)
 DENSE, SPARSE = "dense", "experts"
 MODELS = {
@@ -163,8 +166,8 @@ class Row:
         """(what it is compared with, how: `BITS` of every number, `LOSSES` bit for bit, or `CLOSE`)."""
         if self.is_recomputed:
             return replace(self, recompute=NONE), BITS
-        if self.recipe == PAYLOADS:
-            return replace(self, recipe=MIXED), BITS
+        if self.recipe in AS_WHOLE:
+            return replace(self, recipe=AS_WHOLE[self.recipe]), BITS
         recipe = "mxfp8" if self.recipe == LIVES else self.recipe
         how = CLOSE if self.other_sums else LOSSES
         microbatches = 2 if how == CLOSE else self.microbatches * self.replicas
@@ -191,13 +194,14 @@ OBVIOUS = NO_EXPERTS, NO_MLP, NO_GATHERS = "needs experts", "has no dense MLP", 
 def reasons_not(row: Row) -> list[str]:
     """Why a row's values cannot all stand beside each other; empty: they can."""
     fsdp = row.data.startswith("FSDP2")
-    experts_alone = row.data.startswith("EP") or row.recipe == EXPERTS or row.recompute in (OF_EXPERTS, MOE)
+    experts_alone = row.data.startswith("EP") or row.recipe in (EXPERTS, TRAVELS) or row.recompute in (OF_EXPERTS, MOE)
     reasons = {
         "nothing is divided": row.ranks == 1,
         f"more than {MOST_RANKS} ranks": row.ranks > MOST_RANKS,
         NO_EXPERTS: experts_alone and not row.has_experts,
         NO_MLP: row.recompute == OF_DENSE and row.has_experts,
         NO_GATHERS: row.recipe == PAYLOADS and not fsdp,
+        "refused: experts that ranks split, whose tokens come quantized": row.recipe == TRAVELS and row.tensor != NONE,
         "refused: quantized weights need the distributed optimizer": row.lives and not row.distributed_optimizer,
         "Megatron: experts under tensor parallelism need sequence parallelism": row.has_experts and row.tensor == "TP 2",
         "Megatron: interleaved stages need as many microbatches": "two stages" in row.stages and row.microbatches < 2,
