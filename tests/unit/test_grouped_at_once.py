@@ -67,6 +67,19 @@ def test_p42_p43_c08_c09_equals_the_loop_bit_for_bit(name, splits):
         assert torch.equal(m(x, torch.tensor(splits)), loop(x, splits))
 
 
+@pytest.mark.parametrize("rcp", [*AT_ONCE.values(), *(rcp for rcp, _ in ONE_BY_ONE.values())], ids=[*AT_ONCE, *ONE_BY_ONE])
+def test_tokens_or_gradients_of_zeros_give_zeros(rcp):
+    """Batches of zeros, whose amaxes are zero: nothing but the bias goes on, and no NaN."""
+    splits = SPLITS[0]
+    x, dy = data(sum(splits))
+    m = grouped(rcp)
+    y, dx, dw, db = gradients(m, torch.zeros_like(x), dy, splits)
+    rows = torch.arange(len(splits)).repeat_interleave(torch.tensor(splits))
+    assert torch.equal(y, m.bias.detach()[rows]) and not dw.any() and dx.any() and torch.isfinite(dx).all() and db.any()
+    y, dx, dw, db = gradients(m, x, torch.zeros_like(dy), splits)
+    assert torch.isfinite(y).all() and not dx.any() and not dw.any() and not db.any()
+
+
 @pytest.mark.parametrize("name", ONE_BY_ONE)
 def test_what_cannot_be_cast_at_once_says_why(name):
     rcp, why = ONE_BY_ONE[name]
