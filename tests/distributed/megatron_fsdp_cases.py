@@ -112,9 +112,14 @@ CASES = [
     case("experts", "lives", *EXPERTS),
     case("stacked-grads", "stacked", *GROUPED, fsdp=GRADS),
 ]
-TP2_DP2 = ["derived", "current"]  # a column from the row, with an amax over all shards; one scale a tensor
-WIDE = [case(f"{name}-{kind}", name, *TP2, fsdp=fsdp, ranks=4) for name in TP2_DP2 for kind, fsdp in
-        (("fsdp", SHARDED), ("plain", None))]  # fmt: skip
+FOUR = {  # on four ranks: name -> (recipe, flags)
+    "derived": ("derived", TP2),  # a column from the row, with an amax over all shards
+    "current": ("current", TP2),  # one scale a tensor
+    "experts": ("stacked", [*GROUPED, *EP2, "--micro-batch-size", "2"]),  # experts over two ranks each, the rest over four
+    "delayed-experts": ("delayed", [*GROUPED, *TP2, *EP2, "--expert-tensor-parallel-size", "1"]),
+}
+WIDE = [case(f"{name}-{kind}", recipe, *flags, fsdp=fsdp, ranks=4) for name, (recipe, flags) in FOUR.items()
+        for kind, fsdp in (("fsdp", SHARDED), ("plain", None))]  # fmt: skip
 
 
 def with_recipes(folder):

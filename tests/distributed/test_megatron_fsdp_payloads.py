@@ -1,6 +1,6 @@
 """Megatron-FSDP that gathers payloads of weights that live quantized: losses, bytes, checkpoints.
 
-One launch of two ranks, and one of four, two of them tensor-parallel.
+One launch of two ranks, and one of four, two of them tensor- or expert-parallel.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 import torch
 from mcore_cases import assert_ended, numbers, run_cases, same
-from megatron_fsdp_cases import AS_EACH_OTHER, AS_ELSEWHERE, CASES, RESUMED, TP2_DP2, WIDE, with_recipes
+from megatron_fsdp_cases import AS_EACH_OTHER, AS_ELSEWHERE, CASES, FOUR, RESUMED, WIDE, with_recipes
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 pytestmark = pytest.mark.dist
@@ -45,8 +45,8 @@ def wide_runs(tmp_path_factory):
     return folder, run_cases(WIDE, folder, timeout=400, ranks=4)
 
 
-@pytest.mark.parametrize("name", TP2_DP2)
-def test_tensor_parallel_shards_that_are_sharded_again(wide_runs, name):
+@pytest.mark.parametrize("name", FOUR)
+def test_tensor_and_expert_parallel_shards_that_are_sharded_again(wide_runs, name):
     for kind in ("fsdp", "plain"):
         assert_ended(wide_runs[1][f"{name}-{kind}"])
     same(numbers(wide_runs, f"{name}-fsdp"), numbers(wide_runs, f"{name}-plain"), but=("ms", "grad_norm"))
