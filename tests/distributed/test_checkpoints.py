@@ -29,14 +29,15 @@ rules:
     use: {fprop: fp8_current_e4m3}
 """
 WIDE = [*MODEL, "--ffn-hidden-size", "128"]
+BIASED = [flag for flag in WIDE if flag != "--disable-bias-linear"]
 CHOSEN = ["--hq-recipe", "{folder}/both.yaml"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 SECONDS = 60  # within which every rank must have ended
 
 
-def run(name: str, *flags: str, ranks: int | None = None, fault: str | None = None) -> Case:
+def run(name: str, *flags: str, ranks: int | None = None, fault: str | None = None, model=WIDE) -> Case:
     script = [SCRIPT] if fault is None else [FAULT, fault, SCRIPT]
-    argv = [*script, *WIDE, *MOCK, "--hq-metrics-file", f"{{folder}}/{name}.metrics", *flags]
+    argv = [*script, *model, *MOCK, "--hq-metrics-file", f"{{folder}}/{name}.metrics", *flags]
     return Case(name, argv, ranks)
 
 
@@ -58,6 +59,8 @@ CASES = [
     loading("dp2_to_dp1", "dp2", *CHOSEN, ranks=1),
     loading("dp2_to_pp2", "dp2", *CHOSEN, *PP2),
     loading("dp2_to_tp2", "dp2", *CHOSEN, *TP2),
+    saving("biased", *CHOSEN, model=BIASED),
+    loading("biased_to_tp2", "biased", *CHOSEN, *TP2, model=BIASED),
     saving("bf16", "--hq-recipe", "bf16", *TP2),
     run("bf16_to_quantized", "--hq-recipe", "mxfp8", "--hq-switch-recipe", *TP2, "--load", "{folder}/bf16", "--ckpt-step", "2",
         RESHARDABLE, "--save", "{folder}/back", "--save-interval", "3"),
@@ -121,6 +124,15 @@ def test_c65_p61_another_layout_goes_on_as_this_one_would(runs, name, rel):
         assert entry["grad_norm"] == pytest.approx(expected[iteration]["grad_norm"], rel=20 * rel), iteration
     output = runs[1][name].output[0]
     assert "start fresh" not in output
+
+
+def test_biases_under_tensor_and_sequence_parallelism(runs):
+    """Of column and row parallel linears: ranks sum their gradients over parts of the sequence, most of the norm."""
+    expected, found = numbers(runs, "biased"), numbers(runs, "biased_to_tp2")
+    assert sorted(found) == [3, 4]
+    assert found[3]["grad_norm"] == pytest.approx(expected[3]["grad_norm"], rel=2e-3)
+    for iteration in found:
+        assert found[iteration]["loss"] == pytest.approx(expected[iteration]["loss"], rel=2e-4), iteration
 
 
 @pytest.mark.parametrize("name", ["dp2_to_tp2_dp2", "dp2_to_tp2_pp2"])

@@ -32,12 +32,12 @@ def script():
 def test_what_runs_where(script):
     for suite in script.SUITES:
         assert (script.WORKERS / suite.worker).is_file()
-    tensor, megatron, *_, training, _, fsdp, combinations, graphs, fused = script.SUITES
+    tensor, megatron, *_, training, resumes, _, fsdp, combinations, graphs, fused = script.SUITES
     assert [tensor.reason_not(backend, n) for backend in ("gloo", "nccl") for n in (2, 8)] == [None] * 4
     assert megatron.reason_not("nccl", 2) is None and megatron.reason_not("nccl", 4) == "for 2 ranks"
     assert training.reason_not("nccl", 4) is None and training.reason_not("nccl", 8) == "for 2 or 4 ranks"
     assert fsdp.reason_not("gloo", 4) is None and fsdp.reason_not("nccl", 2) is None
-    assert fused.reason_not("gloo", 2) == graphs.reason_not("gloo", 2) == "for nccl only"
+    assert fused.reason_not("gloo", 2) == graphs.reason_not("gloo", 2) == resumes.reason_not("gloo", 2) == "for nccl only"
     assert combinations.reason_not("nccl", 2) is None and combinations.reason_not("nccl", 4) == "for 2 ranks"
 
 

@@ -11,7 +11,7 @@ from launch import tail, torchrun
 pytestmark = pytest.mark.dist
 
 WORKER = Path(__file__).parent / "run_tp.py"
-FOUR = ("p60", "c27")  # what more ranks than two change
+FOUR = ("p60", "c23", "c27")  # what more ranks than two change
 
 
 def launch(folder: Path, nproc: int, *only: str) -> list[dict]:

@@ -8,6 +8,8 @@ import pytest
 from checks import errors_by_rank
 from launch import torchrun
 
+import megatron_hybrid as mh
+
 pytestmark = pytest.mark.dist
 
 WORKER = Path(__file__).parent / "run_training.py"
@@ -24,6 +26,16 @@ def errors(tmp_path_factory):
     found, *others = errors_by_rank(folder, 4)
     assert sorted(found) == sorted(CHECKS) and others == [{}] * 3  # rank 0 looks at what all have written
     return found
+
+
+@pytest.mark.slow
+def test_every_other_recipe_resumes_bit_for_bit(tmp_path):
+    """run_resumes.py, for GPUs: under `--deterministic-mode`."""
+    torchrun(2, WORKER.with_name("run_resumes.py"), tmp_path, timeout=500)
+    found = errors_by_rank(tmp_path, 2)[0]
+    recipes = {name.removesuffix("_trains_and_resumes") for name in (*found, *CHECKS[:-1])}
+    assert recipes == {name for name, _ in mh.list_recipes()}
+    assert not any(found.values()), next(error for error in found.values() if error)
 
 
 @pytest.mark.parametrize("check", CHECKS)
