@@ -162,6 +162,69 @@ def check_recomputation_over_several_layers():
             assert_same(one, found[0])
 
 
+class AnyOrder(Model):
+    """twice: its first layer runs two times; last: its last layer, which runs, is in the result."""
+
+    twice, last = False, True
+
+    def forward(self, x):
+        for layer in (self.layers[0], *self.layers[:2]) if self.twice else self.layers[:2]:
+            x = torch.tanh(layer(x[:, : layer.in_features]))
+        y = torch.tanh(self.layers[2](x))
+        return y if self.last else x
+
+
+def check_forwards_and_backwards_in_other_orders():
+    """Two forwards before a backward or two, an evaluation between, a layer that runs twice, one that backward leaves
+    out in a step, a frozen one: losses and weights of high-precision gathers."""
+
+    def loss(model, i, j):
+        return model(batch(i, j)).square().sum()
+
+    def both_at_once(model, ctl, i):
+        return [loss(model, i, 0) + loss(model, i, 1)]
+
+    def one_after_another(model, ctl, i):
+        return [(ctl.microbatch(j), loss(model, i, j))[1] for j in range(2)]
+
+    def evaluated(model, ctl, i):
+        found = loss(model, i, 0)
+        with torch.no_grad():
+            loss(model.eval(), i, 1)
+        model.train()
+        return [found]
+
+    def left_out(model, ctl, i):
+        model.last = i != 2
+        return [loss(model, i, 0)]
+
+    def frozen(model, ctl, i):
+        model.layers[1].weight.requires_grad_(False)
+        return [loss(model, i, 0)]
+
+    ways = [(way, "") for way in (both_at_once, one_after_another, evaluated, left_out, frozen)]
+    ways += [(both_at_once, "twice"), (evaluated, "stays"), (both_at_once, "stays")]
+    delayed = "fp8_delayed_e4m3:history=3", "fp8_delayed_e5m2:history=3"
+    for (way, option), pair in itertools.product(ways, (("mxfp8_e4m3", "nvfp4"), delayed)):
+        if way is left_out and pair is delayed:
+            continue  # whose columns, never gathered, have no amax in that step's history
+        found = []
+        for gather in (False, True):
+            model, ctl, _ = build(weight_recipe(*pair), gather=gather, reshard=option != "stays", kind=AnyOrder)
+            model.twice, optimizer, seen = option == "twice", sgd(model), []
+            for i in (1, 2, 3):
+                ctl.begin_step(i)
+                losses = way(model, ctl, i)
+                for one in losses:
+                    one.backward()
+                    seen.append(one.item())
+                optimizer.step()
+                optimizer.zero_grad()
+                ctl.end_step(dist.group.WORLD)
+            found.append((seen, [full(p).detach().clone() for p in model.parameters()]))
+        assert_same(*found)
+
+
 def check_recomputation_must_be_said():
     """Else backward has gathered one direction only: an error that says which, before a number is wrong."""
     model, ctl, _ = build(weight_recipe("mxfp8_e4m3", "nvfp4"), recompute=True, said=False)
@@ -227,13 +290,22 @@ def check_evaluation_records_no_amaxes():
 
 
 def check_hybrid_sharding():
-    """HSDP: two replicas of two shards; equal to plain HSDP."""
+    """HSDP: two replicas of two shards; equal to plain HSDP, experts too, and replicas to each other."""
     mesh = init_device_mesh(DEVICE, (2, 2), mesh_dim_names=("replicate", "shard"))
-    recipe = weight_recipe("nvfp4", "fp8_current_e4m3")
-    plain = build(recipe, gather=False, mesh=mesh)
-    expected = train(plain[0], plain[1], sgd(plain[0]))
-    model, ctl, _ = build(recipe, mesh=mesh)
-    assert_same(train(model, ctl, sgd(model)), expected)
+    for pair in (("nvfp4", "fp8_current_e4m3"), ("fp8_delayed_e4m3:history=3", "fp8_delayed_e5m2:history=3")):
+        recipe = weight_recipe(*pair)
+        plain = build(recipe, gather=False, mesh=mesh)
+        expected = train(plain[0], plain[1], sgd(plain[0]), group=dist.group.WORLD)
+        model, ctl, _ = build(recipe, mesh=mesh)
+        found = train(model, ctl, sgd(model), group=dist.group.WORLD)
+        assert_same(found, expected)
+        for mine in (*found[1], *(b.clone() for b in model.buffers())):
+            of_all = [torch.empty_like(mine) for _ in range(WORLD)]
+            dist.all_gather(of_all, mine)
+            assert all(torch.equal(mine, other) for other in of_all), pair
+    recipe = weight_recipe("mxfp8_e4m3", "nvfp4:row_scaled")
+    runs = [fsdp2_experts.build_experts(recipe, gather=gather, mesh=mesh)[:2] for gather in (False, True)]
+    assert_same(*(fsdp2_experts.train_experts(*run) for run in runs))
 
 
 def check_mixed_precision_and_master_cast():
