@@ -65,6 +65,11 @@ def check_flags(args) -> None:
             "the weights of that step and the optimizer of the latest one; write the step into "
             "latest_checkpointed_iteration.txt instead"
         )
+    if args.ckpt_format == "torch_dcp" and (args.save or args.load):
+        raise UserError(
+            "--ckpt-format torch_dcp beside --save or --load: Megatron writes such checkpoints and fails to load them; use "
+            "--ckpt-format torch_dist"
+        )
     if args.use_torch_fsdp2 and args.calculate_per_token_loss:
         raise UserError(
             "--use-torch-fsdp2 beside --calculate-per-token-loss: Megatron does not divide FSDP2's gradients by the number of "

@@ -317,6 +317,8 @@ REFUSED = [
     Refusal(("--hq-offload-layers", "1", *RECOMPUTE[FULL]), "what is recomputed is not saved"),
     Refusal(("--window-size", "8,0"), "sliding windows"),
     Refusal((*FSDP2, "--calculate-per-token-loss"), "Megatron does not divide FSDP2's gradients by the number of tokens", 2),
+    Refusal((*FSDP2, "--ckpt-format", "torch_dcp", "--save", "checkpoints"),
+            "Megatron writes such checkpoints and fails to load", 2),
     Refusal((*FSDP2, "--num-experts", "4", "--save", "checkpoints"), "--use-torch-fsdp2 with experts one by one beside --save", 2),
     Refusal(("--fp8-format", "e4m3"), "--fp8-format beside --hq-recipe"),
     Refusal(("--tp-comm-overlap",), "--tp-comm-overlap beside --hq-recipe"),

@@ -1,16 +1,18 @@
-"""Checks of who shares an amax of delayed scaling, in every layout of 2 or 4 ranks; run_param_gather.py runs them."""
+"""Checks of who shares amaxes and payloads, in every layout of 2 to 4 ranks; run_param_gather.py runs them."""
 
 from __future__ import annotations
 
 import os
 
+import torch
 import torch.distributed as dist
-from mcore_model_common import build, mpu, parallel, rank
+from mcore_model_common import VOCAB, B, S, build, drawn, mpu, parallel, rank
 from mcore_model_experts import moe
 from tp_cases import on_the_wire
 
 from megatron_hybrid import Recipe
 from megatron_hybrid.mcore import driver
+from megatron_hybrid.mcore.layers import HybridParallelLinear
 
 WORLD = int(os.environ["WORLD_SIZE"])
 DENSE = {2: [dict(), dict(tp=2), dict(pp=2), dict(cp=2)]}
@@ -72,3 +74,30 @@ def check_amaxes_of_delayed_scaling_of_experts_in_every_layout():
             of_ranks = amaxes_are_of_all_ranks_with_the_module(model, (layout, grouped))
             experts = [{key[1] for key in found if key[1] is not None} for found in of_ranks]
             assert all(len(found) == 4 // layout.get("ep", 1) for found in experts), (layout, experts)
+
+
+def run_by_python(model) -> None:
+    """Collectives of the C++ node cannot be looked at; run_tp.py has its bits compared in groups of a larger world."""
+    for module in model.modules():
+        if isinstance(module, HybridParallelLinear) and module.plan.lean is not None:
+            module.plan.lean.node = None
+
+
+def check_collectives_of_linears_stay_among_the_ranks_that_split_them():
+    """Amaxes of current scaling and gathered payloads, whatever stands beside tensor parallelism, experts included."""
+    neighbours = (rank() - rank() % 2, rank() - rank() % 2 + 1)
+    recipe = Recipe.load("fp8_current")
+    for layout, make in [*((layout, build) for layout in DENSE[WORLD]), *((layout, moe) for layout in EXPERTS[WORLD])]:
+        if layout.get("tp") != 2 or "pp" in layout:
+            continue
+        parallel(**layout)
+        split = {} if make is build else dict(expert_tensor_parallel_size=layout.get("etp", 2))
+        model = make(recipe, sequence_parallel=True, num_layers=1, **split)
+        run_by_python(model)
+        length = S // layout.get("cp", 1)
+        tokens = drawn(torch.randint, 0, VOCAB, (B, length), seed=3 + rank() // 2)
+        with on_the_wire() as sent:
+            model(tokens, torch.arange(length).expand(B, -1), None, labels=tokens.roll(-1, 1)).sum().backward()
+        ours = [s for s in sent if s.dtype in (torch.int32, torch.uint8)]
+        assert {s.dtype for s in ours} == {torch.int32, torch.uint8}, (layout, "amaxes and payloads", ours)
+        assert {s.ranks for s in ours} == {neighbours}, (layout, make, ours)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mcore_groups
 import mcore_model_experts
 import mcore_model_sizes
 import mcore_model_steps
@@ -99,11 +100,13 @@ def check_c27_collectives_of_a_layer_stay_among_its_tensor_parallel_ranks():
     for sizes in (dict(tp=2), dict()):
         parallel(**sizes)
         model = build(Recipe.load("fp8_current"), sequence_parallel=bool(sizes))
+        mcore_groups.run_by_python(model)
         members = dist.get_process_group_ranks(mpu.get_tensor_model_parallel_group())
         with on_the_wire() as sent:
             losses(model).sum().backward()
         assert {s.ranks for s in sent} <= {tuple(members)}
-        assert bool([s for s in sent if s.dtype == torch.int32]) == bool(sizes)
+        for dtype in (torch.int32, torch.uint8):  # amaxes, payloads
+            assert bool([s for s in sent if s.dtype == dtype]) == bool(sizes), (sizes, dtype)
 
 
 def check_amaxes_of_all_weights_in_one_collective_a_step():

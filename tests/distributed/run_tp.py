@@ -246,8 +246,13 @@ BY_NODE = {"bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mx
            "mxfp8 / bf16", "bf16 / mxfp8"}  # fmt: skip
 
 
-def plainly(ranks: Ranks, layout: str, name: str, rows: int, *, by_node: bool, frozen=(), main_grad=False, bias=False):
-    """Two microbatches of a linear with nobody looking: (results, counts, collectives in their order, type of the node)."""
+def plainly(
+    ranks: Ranks, layout: str, name: str, rows: int, *, by_node: bool, frozen=(), main_grad=False, bias=False, times=1
+):  # fmt: skip
+    """Two microbatches of a linear with nobody looking: (results, counts, collectives in their order, type of the node).
+
+    times: a factor of all tensors.
+    """
     (K, N), size = sizes(ranks, layout), ranks.size
     if "column" in layout:
         N //= size
@@ -258,18 +263,18 @@ def plainly(ranks: Ranks, layout: str, name: str, rows: int, *, by_node: bool, f
     plan, comm = runtime.plan_for(ranks.device), ranks.communication(layout)
     if not by_node and plan.lean is not None:
         plan.lean.node = None
-    w = ranks.randn(N, K, seed=3 + ranks.rank).mul_(1 + ranks.rank).requires_grad_("w" not in frozen)
+    w = ranks.randn(N, K, seed=3 + ranks.rank).mul_(times + ranks.rank).requires_grad_("w" not in frozen)
     b = ranks.randn(1, N, seed=4).view(-1).requires_grad_() if bias else None
     if main_grad:
         w.main_grad = torch.ones(N, K, device=ranks.device)
     results, made = [], set()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         for batch in range(2):
-            x = ranks.randn(of_x, 1, K, seed=10 * ranks.rank + batch).mul_(3 - ranks.rank).requires_grad_("x" not in frozen)
+            x = ranks.randn(of_x, 1, K, seed=10 * ranks.rank + batch).mul_(times * (3 - ranks.rank)).requires_grad_("x" not in frozen)
             own = rows // size if runtime.plan_for(ranks.device).gathered == "grad_output" else of_x
             y = hybrid_linear(x, w, b, runtime.call(ranks.device, comm, training=True, rows=own))
             made.add(type(y.grad_fn))
-            y.backward(ranks.randn(*y.shape, seed=5 + ranks.rank).mul_(2 + ranks.rank))
+            y.backward(ranks.randn(*y.shape, seed=5 + ranks.rank).mul_(times * (2 + ranks.rank)))
             results += [y.detach(), x.grad, w.main_grad.clone() if main_grad else w.grad, None if b is None else b.grad]
             w.grad = None
     results += [t.clone() for _, t in runtime.named_buffers()]
@@ -397,6 +402,14 @@ def check_c27_collectives_stay_in_the_group(ranks: Ranks):
         one, split, _, sent = both(inner, layout, name, rows=128)
         compare_operands(inner, layout, one, split, f"pair, {layout}, {name}")
         assert {s.ranks for s in sent} <= {tuple(dist.get_process_group_ranks(pair))}
+    if node.library() is None:
+        return
+    for layout, name in itertools.product(LAYOUTS, ("bf16", "fp8_current", "fp8_rowwise")):  # the next pair's are larger
+        how = dict(rows=256, times=3 ** (dist.get_rank() // 2))
+        found, _, _, made = plainly(inner, layout, name, by_node=True, **how)
+        expected, *_ = plainly(inner, layout, name, by_node=False, **how)
+        assert made is node.library().LinearBackward
+        assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True)), (layout, name)
 
 
 def check_c30_rowwise_for_100_steps(ranks: Ranks):
