@@ -67,8 +67,8 @@ def check_flags(args) -> None:
         )
     if args.ckpt_format == "torch_dcp" and (args.save or args.load):
         raise UserError(
-            "--ckpt-format torch_dcp beside --save or --load: Megatron writes such checkpoints and fails to load them; use "
-            "--ckpt-format torch_dist"
+            "--ckpt-format torch_dcp beside --save or --load: Megatron writes such checkpoints and fails to load them; "
+            "use --ckpt-format torch_dist"
         )
     if args.use_torch_fsdp2 and args.calculate_per_token_loss:
         raise UserError(

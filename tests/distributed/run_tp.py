@@ -249,7 +249,7 @@ BY_NODE = {"bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mx
 def plainly(
     ranks: Ranks, layout: str, name: str, rows: int, *, by_node: bool, frozen=(), main_grad=False, bias=False, times=1
 ):  # fmt: skip
-    """Two microbatches of a linear with nobody looking: (results, counts, collectives in their order, type of the node).
+    """Two microbatches of a linear with nobody looking: (results, counts, collectives in their order, type of node).
 
     times: a factor of all tensors.
     """
@@ -270,7 +270,8 @@ def plainly(
     results, made = [], set()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         for batch in range(2):
-            x = ranks.randn(of_x, 1, K, seed=10 * ranks.rank + batch).mul_(times * (3 - ranks.rank)).requires_grad_("x" not in frozen)
+            x = ranks.randn(of_x, 1, K, seed=10 * ranks.rank + batch).mul_(times * (3 - ranks.rank))
+            x.requires_grad_("x" not in frozen)
             own = rows // size if runtime.plan_for(ranks.device).gathered == "grad_output" else of_x
             y = hybrid_linear(x, w, b, runtime.call(ranks.device, comm, training=True, rows=own))
             made.add(type(y.grad_fn))
@@ -404,7 +405,7 @@ def check_c27_collectives_stay_in_the_group(ranks: Ranks):
         assert {s.ranks for s in sent} <= {tuple(dist.get_process_group_ranks(pair))}
     if node.library() is None:
         return
-    for layout, name in itertools.product(LAYOUTS, ("bf16", "fp8_current", "fp8_rowwise")):  # the next pair's are larger
+    for layout, name in itertools.product(LAYOUTS, ("bf16", "fp8_current", "fp8_rowwise")):  # the next pair's: larger
         how = dict(rows=256, times=3 ** (dist.get_rank() // 2))
         found, _, _, made = plainly(inner, layout, name, by_node=True, **how)
         expected, *_ = plainly(inner, layout, name, by_node=False, **how)
