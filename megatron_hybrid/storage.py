@@ -177,10 +177,12 @@ def decode_operands(payloads, outs, *, outer=True, factor=None) -> None:
     """Decode A's and B's payloads into what their `unwritten_operand` gave, by one call of the kernels.
 
     outer: as for `operand`. factor: float32 (), set to the product of the payloads' outer scales, of one number each;
-    of untraced tensors only.
+    of untraced tensors only, else ``RuntimeError``.
     """
     pairs = [(s, s._of_operand(out)) for s, out in zip(payloads, outs)]
     if any(kernels.traced(out) for _, out in pairs):
+        if factor is not None:
+            raise RuntimeError("decode_operands: a factor of traced tensors would stay unwritten")
         for s, out in pairs:
             if s.format.is_quantized:
                 s.decode(out, outer=outer, inverse_rht=False)

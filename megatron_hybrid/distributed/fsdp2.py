@@ -261,11 +261,16 @@ class GatheredWeight:
         Both directions where FSDP2 keeps what it gathered for the next pass: after a forward that is not resharded, or
         is a recomputation, which backward follows; after a backward that is not resharded, which a forward follows.
         """
-        group, state = self._group, self._group._training_state
-        if state == TrainingState.FORWARD:
-            return BOTH if group.post_forward_mesh_info is None or is_bw() else FORWARD
+        forward, backward = self.gathered()
+        if self._group._training_state == TrainingState.FORWARD:
+            return BOTH if is_bw() else forward
+        return backward if self._group._training_state == TrainingState.PRE_BACKWARD else BOTH
+
+    def gathered(self) -> tuple[str, str]:
+        """(by a forward, by a backward)."""
+        group = self._group
         stays = self.recompute or not group.reshard_after_backward
-        return BACKWARD if state == TrainingState.PRE_BACKWARD and not stays else BOTH
+        return BOTH if group.post_forward_mesh_info is None else FORWARD, BOTH if stays else BACKWARD
 
     def _before(self, mesh, outer_size, outer_stride, module, mp_policy):
         """(inputs of the all-gather, what `_after` gets)."""
@@ -328,7 +333,7 @@ class QuantizedGathers:
     def __str__(self) -> str:
         lines = [f"{'weight':<40} {'forward':>12} {'backward':>12}  bytes a rank sends"]
         for w in self.weights:
-            backward = BOTH if w.recompute else BACKWARD
-            lines.append(f"{w.path:<40} {w.bytes(FORWARD):>12,} {w.bytes(backward):>12,}  {w.tensor.describe()}")
+            forward, backward = (w.bytes(name) for name in w.gathered())
+            lines.append(f"{w.path:<40} {forward:>12,} {backward:>12,}  {w.tensor.describe()}")
         lines += [f"{path:<40} {'high precision':>25}  {reason}" for path, reason in self.skipped.items()]
         return "\n".join(lines)

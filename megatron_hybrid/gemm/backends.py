@@ -174,7 +174,7 @@ def _one_factor(rows, columns) -> torch.Tensor | None:
 
 
 def _direct(x, w, accumulate_into) -> bool:
-    if kernels.traced(x) or not cublaslt.takes(x, w):
+    if kernels.traced(x) or kernels.traced(w) or not cublaslt.takes(x, w):
         return False
     return accumulate_into is None or (accumulate_into.dtype == torch.float32 and accumulate_into.is_contiguous())
 

@@ -59,7 +59,8 @@ def check_flags(args) -> None:
             f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written"
         )
     _check_megatron_fsdp(args)
-    if args.ckpt_format == "torch" and args.ckpt_step and args.use_distributed_optimizer and not args.no_load_optim:
+    loads_optimizer = args.load and not (args.no_load_optim or args.finetune)
+    if args.ckpt_format == "torch" and args.ckpt_step and args.use_distributed_optimizer and loads_optimizer:
         raise UserError(
             f"--ckpt-step {args.ckpt_step} beside --ckpt-format torch and --use-distributed-optimizer: Megatron takes "
             "the weights of that step and the optimizer of the latest one; write the step into "

@@ -270,10 +270,15 @@ def on_the_wire():
             place, keyword = source[name]
             x = args[place] if len(args) > place else kwargs[keyword]
             members = tuple(dist.get_process_group_ranks(group))
-            sent.append(Sent(name, x.nbytes, x.dtype, members, async_op, kwargs.get("op"), len(sent)))
+            if name != "all_gather_into_tensor" or not waits_for_others(group):
+                sent.append(Sent(name, x.nbytes, x.dtype, members, async_op, kwargs.get("op"), len(sent)))
             return original(*args, group=group, async_op=async_op, **kwargs)
 
         return collective
+
+    def waits_for_others(group):
+        """Whether the call only notes what `together` is called with later (NCCL, Megatron's buckets)."""
+        return (group or dist.group.WORLD) in dist.distributed_c10d._world.pg_coalesce_state
 
     def together(group, whole, tensors):
         assert "nccl" in dist.get_backend(group), "gloo's threads write a coalesced operation's name at once: the heap breaks"

@@ -8,6 +8,7 @@ from test_agreement import on_devices
 
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
+from megatron_hybrid.gemm import backends
 from megatron_hybrid.storage import cast, decode_operands
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
 from megatron_hybrid.testing.generators import cast_input, make_input
@@ -100,3 +101,18 @@ def test_factors_are_of_one_amax_an_operand():
     decode_operands((rows, one), outs, outer=False)
     with pytest.raises(ValueError, match="one amax"):
         decode_operands((rows, one), outs, outer=False, factor=torch.empty(()))
+
+
+class Subclass(torch.Tensor):
+    """Of tensors whose kernels are traced."""
+
+
+def test_no_factor_is_left_unwritten(monkeypatch):
+    """Where one operand alone is traced, too."""
+    a, b = payload("nvfp4", (16, 32), ROWWISE, False), payload("high_precision", (16, 32), ROWWISE, False)
+    x, w = a.unwritten_operand(torch.bfloat16), b.qdata.as_subclass(Subclass)
+    monkeypatch.setattr(backends.cublaslt, "takes", lambda x, w: True)
+    assert backends._direct(x, b.qdata, None) and not backends._direct(x, w, None) and not backends._direct(w, x, None)
+    traced = b.with_buffers({"qdata": w})
+    with pytest.raises(RuntimeError, match="unwritten"):
+        decode_operands((a, traced), (x, w), outer=False, factor=torch.empty(()))
