@@ -48,7 +48,7 @@ SUITES = (
     Suite("tensor and sequence parallel linears", "run_tp.py", ("--backend", "{backend}", "--out", "{out}")),
     Suite("Megatron's modules", "run_mcore_model.py", WORKER, ranks=(2,)),
     Suite("quantized weights in the distributed optimizer", "run_param_gather.py", WORKER, ranks=(2, 3, 4)),
-    Suite("quantized experts in the distributed optimizer", "run_expert_gather.py", WORKER, ranks=(2, 4)),
+    Suite("quantized experts in the distributed optimizer", "run_expert_gather.py", WORKER, ranks=(2, 3, 4)),
     Suite("training", "run_training.py", WORKER, ranks=(2, 4)),
     Suite("resumes of every recipe", "run_resumes.py", WORKER, backends=("nccl",), ranks=(2,), seconds=1200),
     Suite("Megatron-FSDP", "run_megatron_fsdp.py", WORKER, ranks=(2,)),

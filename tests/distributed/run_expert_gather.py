@@ -1,4 +1,4 @@
-"""Checks of experts whose weights live quantized, under Megatron's distributed optimizer on 2 or 4 ranks.
+"""Checks of experts whose weights live quantized, under Megatron's distributed optimizer on 2, 3 or 4 ranks.
 
 The masters of an expert are split among the ranks that hold it: WORLD / EP of them.
 """
@@ -59,6 +59,8 @@ def experts(grouped: bool, **changes):
 def check_after_a_step_the_bytes_are_the_whole_master_s():
     """P52, c45: grouped and one by one, over the ranks that hold an expert; every weight moves."""
     for name, gather, cast, ep, grouped in RUNS:
+        if WORLD % ep:
+            continue
         run = training(recipe(name, weights="quantized", param_gather=gather, master_cast=cast),
                        ep=ep, make=experts(grouped), clip=1.0)  # fmt: skip
         before = {n: p.detach().clone() for n, p in run[0].named_parameters()}
@@ -87,6 +89,12 @@ def assert_gathers_into_the_stack(model):
         assert isinstance(linear.hq.how_each(weights), GroupedPlan) and gather.weights.is_current()
         first, size = stack.rowwise.qdata.data_ptr(), weights[0].rowwise.qdata.nbytes
         assert [w.rowwise.qdata.data_ptr() for w in weights] == [first + e * size for e in range(len(weights))]
+
+
+OF_EVEN_RANKS = (
+    "losses_are_those_of_bf16_parameters", "step_rules_cast_from_the_split_masters",
+    "scales_over_expert_tensor_parallel_ranks_are_of_the_whole_weight",
+)  # fmt: skip
 
 
 def losses_of(chosen, steps: int, *, ep: int, grouped=True, **ddp) -> list[float]:
@@ -132,7 +140,7 @@ def check_scales_over_expert_tensor_parallel_ranks_are_of_the_whole_weight():
 def main() -> None:
     start()
     patches.apply_all()
-    run_checks(globals())
+    run_checks(globals(), leave_out={f"check_{name}" for name in OF_EVEN_RANKS} if WORLD % 2 else ())
     dist.destroy_process_group()
 
 

@@ -1,11 +1,12 @@
-"""Experts whose weights live quantized, on two and on four CPU ranks; run_expert_gather.py does the checks."""
+"""Experts whose weights live quantized, on two, three and four CPU ranks; run_expert_gather.py does the checks."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from checks import assert_passed, check_names, run_worker
+from checks import assert_passed, check_names, errors_by_rank, run_worker
+from launch import torchrun
 
 WORKER = Path(__file__).parent / "run_expert_gather.py"
 CHECKS = check_names(WORKER)
@@ -22,3 +23,10 @@ def errors(request, tmp_path_factory) -> list[dict]:
 @pytest.mark.parametrize("check", CHECKS)
 def test_check(check, errors):
     assert_passed(errors, check)
+
+
+def test_three_ranks(tmp_path):
+    """Shares of an expert that divide nothing evenly."""
+    check = "after_a_step_the_bytes_are_the_whole_master_s"
+    torchrun(3, WORKER, tmp_path, "--only", check)
+    assert_passed(errors_by_rank(tmp_path, 3), check)
