@@ -51,6 +51,11 @@ class DelayedState:
         update_states(fmt, [self])
 
 
+def frozen(states):
+    """A pair of states, or None for no states, without recording; what has none stays None."""
+    return None if states is None else tuple(None if state is None else state.frozen() for state in states)
+
+
 def scale_for(fmt: Format, amax: torch.Tensor, otherwise: torch.Tensor) -> torch.Tensor:
     """float32: the scale that maps an amax to the format's largest number; `otherwise` where there is no usable amax."""
     # tensor / tensor: torch turns `number / tensor` into a reciprocal and a product, which rounds twice

@@ -9,6 +9,8 @@ import weakref
 
 import torch
 
+from .scaling import frozen
+
 
 class Marks(set):
     """Shared by all tensors over the same payloads: the set of stale directions, and of a parameter
@@ -48,12 +50,12 @@ class Owned:
 
     __slots__ = ()
 
-    def write(self, src: torch.Tensor, *, step: bool = False, master: bool = False, noop_flag=None):
+    def write(self, src: torch.Tensor, *, step=False, master=False, record=True, noop_flag=None):
         """Quantize `src` into every direction held, with the scales, keys and rounding of the module that owns it.
 
         src: this shape, high precision, this device. step: by an optimizer after its step (delayed scales then move
-        on). master: `src` is the optimizer's, not a new value. noop_flag: int32 device scalar; non-zero changes nothing. A
-        tensor without an owner is just updated.
+        on). master: `src` is the optimizer's, not a new value. record: histories of delayed scales keep the amax.
+        noop_flag: int32 device scalar; non-zero changes nothing. A tensor without an owner is just updated.
         Raises what `update` raises, before anything is written.
         """
         marks = self._stale
@@ -63,7 +65,8 @@ class Owned:
         self.quantizer.check_arguments(source, rng=checked["rng"], state=checked["state"], noop=noop_flag)
         if owner is not None and noop_flag is None and not (step or master or self.is_kept()):
             owner.start_scales(src)
-        self.update(src, **write_keys(self, step=step, noop_flag=noop_flag), noop_flag=noop_flag)
+        keys = write_keys(self, step=step, record=record, noop_flag=noop_flag)
+        self.update(src, **keys, noop_flag=noop_flag)
         if not (step or master):
             marks.follow(src)
         if not (step or master) and marks.preserve and self._shared is None:
@@ -114,10 +117,12 @@ class Owned:
         return self.detach().dequantize(dtype=self.dtype)
 
 
-def write_keys(t, *, step: bool = False, noop_flag=None) -> dict:
-    """`rng`, `state` and `reduce_amax` of a cast into a parameter; step: delayed scales move on first."""
+def write_keys(t, *, step: bool = False, record: bool = True, noop_flag=None) -> dict:
+    """`rng`, `state` and `reduce_amax` of a cast into a parameter; step: delayed scales move on first. record: their
+    histories keep the cast's amax."""
     owner = t._stale.owner
-    return dict(rng=None, state=None) if owner is None else owner.keys(t.device, step=step, noop_flag=noop_flag)
+    keys = dict(rng=None, state=None) if owner is None else owner.keys(t.device, step=step, noop_flag=noop_flag)
+    return keys if record else {**keys, "state": frozen(keys["state"])}
 
 
 def written_value(t, src: torch.Tensor) -> torch.Tensor:

@@ -22,7 +22,7 @@ from .plan import WEIGHT, GemmPlan, PlanError
 from .random_keys import RandomKeys
 from .recipe import DEFAULT_RECIPE, QUANTIZED
 from .recipe_callable import as_recipe
-from .scaling import Pieces, Rng, scale_for, update_states
+from .scaling import Pieces, Rng, frozen, scale_for, update_states
 from .storage import QuantizedStorage
 from .tensor import HybridTensor, matrix_shape
 
@@ -148,7 +148,8 @@ class WeightOwner:
 
     def requantize(self) -> None:
         """Follow a changed plan: cast anew from the master, the preserved value, else the decode, in that order. Where a
-        gather brings the bytes and the memory, there are only their shapes."""
+        gather casts split masters, its next one does that: what is cast here is the decode, whose amax does not count.
+        Where a gather brings the bytes and the memory, there are only their shapes."""
         t, runtime = self.weight, self._runtime()
         if t is None or t.quantizer == runtime.plan_for(t.device).quantizers[WEIGHT]:
             return
@@ -166,7 +167,7 @@ class WeightOwner:
                 value = t.best_value()
                 if not t.is_kept():
                     start_scales(runtime, value)
-                new = quantize(runtime, value, t.dtype, trained=trained)
+                new = quantize(runtime, value, t.dtype, trained=trained, record=self.gather is None)
             new._stale.inherit(marks)
             t.data = new
         torch.autograd.graph.increment_version(t)
@@ -213,11 +214,13 @@ def unfilled(runtime, shape, dtype: torch.dtype, device, *, trained: bool) -> Hy
     return HybridTensor.from_storages(row, col, shape, dtype, quantizer)
 
 
-def quantize(runtime, x: torch.Tensor, dtype: torch.dtype, *, trained: bool) -> HybridTensor:
-    """`x` in the directions that the plan reads; `trained` False: those of forward only."""
+def quantize(runtime, x: torch.Tensor, dtype: torch.dtype, *, trained: bool, record: bool = True) -> HybridTensor:
+    """`x` in the directions that the plan reads; `trained` False: those of forward only. record: histories of delayed
+    scales keep the amaxes."""
     x = rounded(x, dtype, runtime.recipe)
     t = unfilled(runtime, x.shape, dtype, x.device, trained=trained)
-    keys = dict(rng=_rng(runtime, x.device), state=runtime.weight_states())
+    states = runtime.weight_states()
+    keys = dict(rng=_rng(runtime, x.device), state=states if record else frozen(states))
     return t.update(x, reduce_amax=runtime.weight_reducers(x.device), **keys)
 
 

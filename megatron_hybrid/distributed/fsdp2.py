@@ -273,7 +273,7 @@ class GatheredWeight:
         return BOTH if group.post_forward_mesh_info is None else FORWARD, BOTH if stays else BACKWARD
 
     def _before(self, mesh, outer_size, outer_stride, module, mp_policy):
-        """(inputs of the all-gather, what `_after` gets)."""
+        """(inputs of the all-gather, what `_after` gets: which pass, and whether casts record)."""
         name, p = self._choose(), self._param
         if self._seen != p._sharded_local_tensor._version:
             raise RuntimeError(
@@ -284,15 +284,17 @@ class GatheredWeight:
         p.all_gather_outputs, p._unsharded_inner_tensors = one.received, one.buffers
         trains = self._module.training and self._mode.gradients
         evaluates = self._group._training_state == TrainingState.FORWARD and not trains
+        asked = name, not evaluates
         chunk = one.shares.cast(self._masters(), self._amaxes[name], record=not evaluates)
         sizes = self._input_sizes(chunk.numel())
         if len(sizes) == 1 and sizes[0] == chunk.numel():
-            return (chunk,), name
+            return (chunk,), asked
         padded = torch.nn.functional.pad(chunk, (0, sum(sizes) - chunk.numel()))
-        return tuple(part.view(p.padded_sharded_param_size) for part in padded.split(sizes[0])), name
+        return tuple(part.view(p.padded_sharded_param_size) for part in padded.split(sizes[0])), asked
 
-    def _after(self, outputs, name: str, param_dtype, *, out=None):
+    def _after(self, outputs, asked: tuple[str, bool], param_dtype, *, out=None):
         """Every rank's bytes into the payloads. Autograd may hold these buffers for backward: no version moves."""
+        name, record = asked
         one = self.passes[name]
         one.received = self._param.all_gather_outputs
         for buffer in one.buffers:
@@ -301,7 +303,7 @@ class GatheredWeight:
         chunks = torch.cat([o.reshape(world, -1) for o in outputs], dim=1) if len(outputs) > 1 else outputs[0]
         chunks = chunks.reshape(world, -1)[:, : one.shares.chunk_bytes]
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter((*one.parts, *one.buffers)):
-            one.shares.scatter(chunks)
+            one.shares.scatter(chunks, record=record)
         for received in one.received:
             received.untyped_storage().resize_(0)
         for t, filled in zip(self.parts, one.parts):

@@ -196,7 +196,8 @@ class ShardedWeights:
         """uint8 (chunk_bytes,): this rank's bytes, quantized with the reduced `amaxes`.
 
         step: an optimizer's step was done; delayed scales then move on, on every rank alike. record: their histories
-        keep the amaxes; False in evaluation. Raises what `check` does.
+        keep the amaxes; False in evaluation, and of what a load goes over. `scatter` needs the same.
+        Raises what `check` does.
         """
         self.check(masters)
         chunk = torch.zeros(self.chunk_bytes, dtype=torch.uint8, device=self.device)
@@ -210,9 +211,7 @@ class ShardedWeights:
                 if size:
                     part.copy_(written_value(t, masters[i].detach().reshape(-1)).contiguous().view(torch.uint8))
                 continue
-            keys = write_keys(t, step=step)
-            if not record and keys["state"] is not None:
-                keys["state"] = tuple(None if state is None else state.frozen() for state in keys["state"])
+            keys = write_keys(t, step=step, record=record)
             for s in self.payloads[i]:
                 n = sum(m for _, _, m in _stretches(s, *ranges[i]))
                 self._cast_payload(i, s, masters, amaxes, keys, part[:n])
@@ -267,10 +266,13 @@ class ShardedWeights:
     # ---- receiving
 
     @torch.no_grad()
-    def scatter(self, chunks: torch.Tensor, *, step: bool = False) -> None:
-        """Write every rank's bytes, `chunks` (ranks, chunk_bytes), into the parameters; derive what was not gathered."""
+    def scatter(self, chunks: torch.Tensor, *, step: bool = False, record: bool = True) -> None:
+        """Write every rank's bytes, `chunks` (ranks, chunk_bytes), into the parameters; derive what was not gathered.
+
+        step, record: as in the `cast` of these bytes.
+        """
         if self.gather == HIGH_PRECISION:
-            self._write_masters(chunks, step)
+            self._write_masters(chunks, step, record)
             return
         if self._copies:
             sources = [chunks[rank, start:stop] for rank, start, stop, _ in self._copies]
@@ -278,7 +280,7 @@ class ShardedWeights:
         for rank, start, target in self._halves:  # the high half is the later element, of the later rank
             target.copy_((target & 0x0F) | (chunks[rank, start : start + 1] & 0xF0))
         for t, payloads in zip(self.params, self.payloads):
-            self._received(t, payloads)
+            self._received(t, payloads, record)
 
     def _plan_copies(self) -> None:
         """Where every stretch of every rank's chunk goes: (rank, first byte, last, bytes of a payload), once."""
@@ -297,7 +299,7 @@ class ShardedWeights:
                             self._copies.append((rank, begin, position, target))
             assert self.gather == HIGH_PRECISION or position == sum(sizes)
 
-    def _write_masters(self, chunks, step: bool) -> None:
+    def _write_masters(self, chunks, step: bool, record: bool) -> None:
         position = [0] * len(self.ranges)
         for i, t in enumerate(self.params):
             pieces = []
@@ -306,15 +308,15 @@ class ShardedWeights:
                 position[rank] += sizes[i]
             order = sorted(range(len(pieces)), key=lambda rank: self.ranges[rank][i])
             value = torch.cat([pieces[rank] for rank in order]).view(self._source_dtype(i))
-            t.detach().write(value.view(t.shape), step=step, master=True)
+            t.detach().write(value.view(t.shape), step=step, master=True, record=record)
 
     @staticmethod
-    def _received(t: HybridTensor, payloads) -> None:
+    def _received(t: HybridTensor, payloads, record: bool) -> None:
         t._written(*payloads, *([None] * (2 - len(payloads))))
         if t.columnwise is None or len(payloads) == 2 or payloads[0].direction == COLUMNWISE:
             return
         if t.quantizer.derives_columnwise:
-            t.rederive(**write_keys(t))
+            t.rederive(**write_keys(t, record=record))
         else:
             for name, buffer in t.columnwise.buffers().items():
                 buffer.copy_(getattr(t.rowwise, name))

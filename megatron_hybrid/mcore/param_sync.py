@@ -43,7 +43,7 @@ class BucketGather:
                 for rank, ranges in enumerate(self.ranges):
                     ranges.append(overlap(start, stop, rank * shard, (rank + 1) * shard))
         self.stepped = False  # masters have moved since the last cast
-        self._pending = None  # (weights, gathered bytes, whether after a step, what to wait for)
+        self._pending = None  # (weights, gathered bytes, `step` and `record` of their cast, what to wait for)
         for param in self.params:
             param._stale.owner.check_split()
         self._plan()
@@ -73,27 +73,28 @@ class BucketGather:
         masters, weights = self.masters, self.weights
         (amaxes,) = reduce_amaxes([weights], [weights.amaxes(masters)], self.group)
         stepped, self.stepped = self.stepped, False
-        chunk = weights.cast(masters, amaxes, step=stepped, record=record)
+        options = dict(step=stepped, record=record)
+        chunk = weights.cast(masters, amaxes, **options)
         chunks, work = chunk, None
         if self.world > 1:
             chunks = torch.empty(self.world * chunk.numel(), dtype=torch.uint8, device=chunk.device)
             work = dist.all_gather_into_tensor(chunks, chunk, group=self.group, async_op=async_op)
-        self._pending = weights, chunks.view(self.world, -1), stepped, work
+        self._pending = weights, chunks.view(self.world, -1), options, work
         return work
 
     def finish(self) -> None:
         """Write the gathered bytes into the parameters; once for every `start`, whose work was waited for."""
         if self._pending is not None:
-            (weights, chunks, stepped, _), self._pending = self._pending, None
-            weights.scatter(chunks, step=stepped)
+            (weights, chunks, options, _), self._pending = self._pending, None
+            weights.scatter(chunks, **options)
 
     def _drop(self) -> None:
         """Give up a gather under way, of formats that are no more."""
         if self._pending is not None:
-            (weights, _, stepped, work), self._pending = self._pending, None
+            (weights, _, options, work), self._pending = self._pending, None
             if work is not None:
                 work.wait()
-            self.stepped = stepped and weights.gather == HIGH_PRECISION  # whose casts were yet to come
+            self.stepped = options["step"] and weights.gather == HIGH_PRECISION  # whose casts were yet to come
 
     def sync(self, *, record: bool = True) -> None:
         """The parameters from the masters, now: after a load, or when their formats changed. record: see `start`."""

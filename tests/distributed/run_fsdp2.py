@@ -98,8 +98,8 @@ def check_gathered_bytes_are_the_unsharded_weights():
         for w in gathers.weights:
             after = w._after
 
-            def spy(outputs, name, dtype, *, out=None, w=w, after=after):
-                result = after(outputs, name, dtype, out=out)
+            def spy(outputs, asked, dtype, *, out=None, w=w, after=after):
+                result, name = after(outputs, asked, dtype, out=out), asked[0]
                 (filled,) = w.passes[name].parts
                 compare(w, [s.direction for s in (filled.rowwise, filled.columnwise) if s is not None])
                 return result
@@ -287,6 +287,12 @@ def check_evaluation_records_no_amaxes():
     assert len(histories) == 3 and not any(h.any() for h in histories)
     model.train()(batch(1, 0)).square().sum().backward()
     assert all(h[0] > 0 for h in histories)
+    recipe = weight_recipe("fp8_delayed_e4m3", "fp8_delayed_e5m2", "rowwise_dequantized")
+    model, ctl, _ = build(recipe, reshard=False)  # whose forwards derive the column too
+    histories = [b for name, b in model.named_buffers() if "hq.weight_" in name and name.endswith("_history")]
+    ctl.begin_step(1)
+    model.eval()(batch(1, 0))
+    assert len(histories) == 6 and not any(h.any() for h in histories)
 
 
 def check_hybrid_sharding():

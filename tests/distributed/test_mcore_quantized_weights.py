@@ -30,6 +30,7 @@ FRESH = ["--no-load-optim", "--no-load-rng", "--hq-switch-recipe"]
 WITHOUT = [flag for flag in MODEL if flag != "--use-distributed-optimizer"]
 RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 TORCH = ["--ckpt-format", "torch"]
+LARGER = ["--init-method-std", "0.3"]
 PP2 = ["--pipeline-model-parallel-size", "2"]
 CLIPPED = ["--clip-grad", "0.3"]  # a quarter of the norm
 # loss scaling whose first steps overflow and are skipped
@@ -53,11 +54,11 @@ def loaded(name: str) -> list[str]:
 
 
 def in_torch_format(name: str, *flags: str, recipe: str | None = None) -> list[Case]:
-    """The first half of a run, saved with `torch.save`, and the second."""
+    """The first half of a run, saved with `torch.save`, and the second, whose own initial weights are larger."""
     name, recipe = f"{name}_torch", recipe or name
     return [
         run(name, recipe, *flags, *TORCH, *saved(name), "--exit-interval", str(MIDDLE)),
-        run(f"{name}_resumed", recipe, *flags, *TORCH, "--load", f"{{folder}}/{name}_saved"),
+        run(f"{name}_resumed", recipe, *flags, *TORCH, *LARGER, "--load", f"{{folder}}/{name}_saved"),
     ]
 
 
@@ -87,6 +88,8 @@ CASES = [
     run("fp16_overlap", "lives", *OVERLAP, model=FP16),
     *in_torch_format("lives32"),
     *in_torch_format("delayed", *TP2),
+    run("delayed_gathers", "delayed_gathers", *TP2),
+    *in_torch_format("delayed_gathers", *TP2),
     run("experts", "lives32", *EXPERTS),
     *in_torch_format("experts", *EXPERTS, recipe="lives32"),
 ]
@@ -98,7 +101,9 @@ def runs(tmp_path_factory):
     base = mh.Recipe.load("mxfp8_fprop_nvfp4_bwd").to_dict()
     for name, fields in RECIPES.items():
         (folder / f"{name}.json").write_text(json.dumps({**base, **fields}))
-    (folder / "delayed.json").write_text(json.dumps({**mh.Recipe.load("fp8_delayed").to_dict(), **LIVES}))
+    for name, fields in (("", LIVES), ("_gathers", RECIPES["gathers"])):
+        delayed = {**mh.Recipe.load("fp8_delayed").to_dict(), **fields}
+        (folder / f"delayed{name}.json").write_text(json.dumps(delayed))
     (folder / "bf16.json").write_text(json.dumps(mh.Recipe.load("bf16").to_dict()))
     for name, first in (("late", MIDDLE + 1), ("block", 1)):
         rule = {"match": {"steps": f"{first}:"}, "use": mh.Recipe.load("fp8_block").to_dict()["defaults"]}
@@ -149,8 +154,8 @@ def test_p38_a_resumed_run_repeats_the_uninterrupted_one(runs, name, whole):
     assert found == {i: expected[i] for i in found}
 
 
-@pytest.mark.parametrize("whole, layout", [("lives32", []), ("delayed", TP2), ("experts", EXPERTS)])
-def test_files_of_torch_save_resume_bit_for_bit(runs, whole, layout):
+@pytest.mark.parametrize("whole", ["lives32", "delayed", "delayed_gathers", "experts"])
+def test_files_of_torch_save_resume_bit_for_bit(runs, whole):
     """Whose masters come after the optimizer's state dict, from a file of their own."""
     found, expected = of_both_halves(runs, whole), numbers(runs, whole)
     assert sorted(found) == list(range(1, ITERATIONS + 1))

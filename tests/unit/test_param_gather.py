@@ -1,6 +1,7 @@
 """Casting split masters: the bytes of one rank that casts the whole, for any bounds. Ranks are simulated here."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +162,71 @@ def test_delayed_scales_move_on_as_on_one_rank(gather, cast):
         if cast == "param_dtype":
             expected = module.weight.quantizer.quantize(master.bfloat16(), state=module.hq.weight_states())
             assert same_bytes(module.weight, expected)
+
+
+@pytest.mark.parametrize("col", ["fp8_delayed_e4m3", "fp8_delayed_e5m2"])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("gather", ["rowwise", "both", "high_precision"])
+def test_a_cast_that_does_not_record_leaves_scales_and_histories(gather, source, col):
+    """Bytes are those of a cast that records; a value larger than any before it leaves no amax."""
+    if gather == "rowwise" and source == "original" and col == "fp8_delayed_e5m2":
+        pytest.skip("the column does not follow from the row")
+
+    def make():
+        fields = {"weights": "quantized", "param_gather": gather}
+        rec = recipe("fp8_delayed_e4m3", col, "mxfp8_e4m3", top=fields, columnwise_source={"weight": source})
+        ranks = [linear(rec, sizes=(40, 96), bias=False) for _ in ranges]
+        for module in ranks:
+            module.hq.reset_states()
+        return ranks
+
+    def cast(modules, master, **options):
+        world = [ShardedWeights([m.weight], ranges, r, gather=gather) for r, m in enumerate(modules)]
+        shares = [[master.reshape(-1)[a:b]] for ((a, b),) in ranges]
+        amaxes = torch.stack([w.amaxes(s) for w, s in zip(world, shares)]).amax(dim=0)
+        chunks = torch.stack([w.cast(s, amaxes, **options) for w, s in zip(world, shares)])
+        for w in world:
+            w.scatter(chunks, **options)
+
+    ranges = split([96 * 40], [1003])
+    silent, recording, never = make(), make(), make()
+    before = [b.clone() for b in silent[0].hq.buffers()]
+    generator = torch.Generator().manual_seed(1)
+    large, small = torch.randn(96, 40, generator=generator) * 7, torch.randn(96, 40, generator=generator)
+    cast(silent, large, record=False)
+    cast(recording, large)
+    for mine, other in zip(silent, recording):
+        assert same_bytes(mine.weight, other.weight) and not mine.weight.stale
+        assert all(map(torch.equal, mine.hq.buffers(), before))
+        assert all(state.history[0] > 10 for state in other.hq.weight_states())
+    for modules in (silent, never):
+        cast(modules, small)
+        cast(modules, small, step=True)
+    for mine, other in zip(silent, never):
+        assert mine.hq.weight_rowwise_scale > 64
+        assert same_bytes(mine.weight, other.weight) and all(map(torch.equal, mine.hq.buffers(), other.hq.buffers()))
+
+
+def test_a_switch_records_the_masters_amax_and_not_the_decode_s():
+    """The cast that a rule makes of the decode is stood in for by the gather's, of the masters."""
+    rules = [{"match": {"steps": "2:"}, "use": "fp8_delayed_e4m3"}]
+    rec = recipe(*["mxfp8_e4m3"] * 3, rules=rules, top={"weights": "quantized"})
+    module = linear(rec, sizes=(64, 32), bias=False)
+    module.hq.weight_owner.gather = SimpleNamespace(brings_bytes=False)
+    module.weight._stale.preserve = True  # as Megatron's optimizer leaves it, which has no value there
+    masters = [torch.full((64 * 32,), 0.97)]
+
+    def cast(**options):
+        weights = ShardedWeights([module.weight], [[(0, 64 * 32)]], 0, gather="high_precision")
+        weights.scatter(weights.cast(masters, weights.amaxes(masters), **options)[None], **options)
+
+    control = mh.prepare(module)
+    control.begin_step(1)
+    cast()
+    assert module.weight.detach().dequantize().max() == 1
+    control.begin_step(2)
+    cast()
+    assert all(state.history[0] == masters[0][0] for state in module.hq.weight_states())
 
 
 def test_every_weight_moves():
