@@ -52,6 +52,7 @@ class LinearRuntime(torch.nn.Module):
         self.keys: RandomKeys | None = None
         self.weight_cache: WeightCache | None = None
         self.weight_owner = None  # `weights.WeightOwner` of a weight that lives quantized
+        self.missing_state = ()  # names of buffers that the checkpoint lacks, though the state dict to load has them
         self.observer = None  # an `observe.recorder.Observer` in steps whose casts are measured
         self.nan_check = None  # an `observe.nan_check.NanCheck`
         self.profile = None  # an `observe.profile.StepProfile` in the step that is profiled on the CPU
@@ -184,15 +185,21 @@ class LinearRuntime(torch.nn.Module):
         for name, buffer in self._buffers.items():
             buffer.fill_(1.0 if name.endswith("_scale") else 0.0)
 
-    def load_states_first(self, state_dict: dict, prefix: str) -> None:
+    def load_states_first(self, state_dict: dict, prefix: str, *, weight: bool = False) -> None:
         """Take over scales and histories of a state dict before the weight is loaded, whose cast reads them.
 
         That cast records the amax of what it reads, which a checkpoint's decode may have larger than the run had: the
         state dict, which may hold these very buffers, keeps the values that are loaded over it afterwards.
+
+        weight: the state dict has it. The running amax of a history that it lacks is then of the value before, and dropped.
         """
         self._take_lengths(state_dict, prefix)
+        drops = weight and self.weight_owner is not None
         for name, buffer in self._buffers.items():
             loaded = state_dict.get(prefix + name)
+            lacks = loaded is None or name in self.missing_state
+            if drops and lacks and name.startswith(WEIGHT) and name.endswith(HISTORY):
+                buffer[0] = 0
             if loaded is not None and loaded.shape == buffer.shape and not buffer.is_meta:
                 buffer.copy_(loaded)
                 state_dict[prefix + name] = loaded.clone()

@@ -301,9 +301,10 @@ class HoldsWeight:
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+        written = [hq for name, hq in self.held_weights() if f"{prefix}{name}" in state_dict]
         for path, module in self.named_modules():
             if hasattr(module, "load_states_first"):  # the weight is cast with these
-                module.load_states_first(state_dict, f"{prefix}{path}.")
+                module.load_states_first(state_dict, f"{prefix}{path}.", weight=module in written)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
 

@@ -117,7 +117,7 @@ def _histories(module, name: str, prefix: str, offsets: tuple) -> dict:
         for buffer, data in runtime._buffers.items():
             key = f"{prefix}experts.{name}.{PREFIX}{layer}expert_{runtime.role.expert}.{buffer}"
             tensor = ShardedTensor.from_rank_offsets(key, data, replica_id=replica)
-            if buffer in getattr(runtime, "missing_state", ()):
+            if buffer in runtime.missing_state:
                 tensor = LocalNonpersistentObject(tensor.data)
             tensors[f"{prefix}{name}.{PREFIX}{e}.{buffer}"] = tensor
     return tensors

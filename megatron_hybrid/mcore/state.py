@@ -32,7 +32,7 @@ def sharded(module, tensors: dict, prefix: str, offsets, metadata) -> dict:
         tp_group=module.tp_group,
         dp_cp_group=metadata["dp_cp_group"],
     )
-    missing = getattr(hq, "missing_state", ())
+    missing = hq.missing_state
     for name in names:
         tensor = ours[f"{prefix}{PREFIX}{name}"]
         tensor.key = f"{prefix}{PREFIX}{layer}{name}"

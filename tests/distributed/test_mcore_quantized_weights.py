@@ -89,6 +89,8 @@ CASES = [
     *in_torch_format("lives32"),
     *in_torch_format("delayed", *TP2),
     run("delayed_gathers", "delayed_gathers", *TP2),
+    run("tuned_delayed_plain", "delayed_plain", *loaded("plain"), *FRESH, *LARGER),
+    run("tuned_delayed", "delayed_rounded", *loaded("plain"), *FRESH, *LARGER),
     *in_torch_format("delayed_gathers", *TP2),
     run("experts", "lives32", *EXPERTS),
     *in_torch_format("experts", *EXPERTS, recipe="lives32"),
@@ -101,7 +103,7 @@ def runs(tmp_path_factory):
     base = mh.Recipe.load("mxfp8_fprop_nvfp4_bwd").to_dict()
     for name, fields in RECIPES.items():
         (folder / f"{name}.json").write_text(json.dumps({**base, **fields}))
-    for name, fields in (("", LIVES), ("_gathers", RECIPES["gathers"])):
+    for name, fields in (("", LIVES), ("_gathers", RECIPES["gathers"]), ("_plain", {}), ("_rounded", RECIPES["lives"])):
         delayed = {**mh.Recipe.load("fp8_delayed").to_dict(), **fields}
         (folder / f"delayed{name}.json").write_text(json.dumps(delayed))
     (folder / "bf16.json").write_text(json.dumps(mh.Recipe.load("bf16").to_dict()))
@@ -237,6 +239,7 @@ def test_a_step_that_loss_scaling_skips_freezes_no_delayed_scale(runs, name):
 def test_p38_a_bf16_checkpoint_into_quantized_weights_and_back(runs):
     """Masters start from the loaded values, as bf16 parameters' do; the way back is the decode."""
     assert numbers(runs, "tuned") == numbers(runs, "tuned_plain")
+    assert numbers(runs, "tuned_delayed") == numbers(runs, "tuned_delayed_plain")
     assert numbers(runs, "back")[MIDDLE + 1]["loss"] == pytest.approx(numbers(runs, "lives32")[MIDDLE + 1]["loss"], rel=0.05)
 
 

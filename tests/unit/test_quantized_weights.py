@@ -254,6 +254,16 @@ def test_p38_c39_bf16_files_into_quantized_weights_and_back(fmt):
     assert same_bytes(again.weight, target.weight)
 
 
+def test_a_load_without_histories_drops_the_amax_of_the_value_before():
+    plain, target = linear(high(uniform("mxfp8_e4m3")), seed=1), linear(uniform(DELAYED))
+    with torch.no_grad():
+        plain.weight.mul_(0.25)
+    target.load_state_dict(plain.state_dict(), strict=False)
+    for state_dict in (target.state_dict(), {"bias": plain.bias.detach()}):  # a history that is there stays
+        target.load_state_dict(state_dict, strict=False)
+        assert all(s.history[0] == plain.weight.abs().max().float() for s in target.hq.weight_states())
+
+
 def test_a_loaded_value_is_where_masters_start():
     plain = linear(high(uniform("nvfp4")), seed=1)
     with mh.quantized_model_init("nvfp4", preserve_high_precision_init_val=True):
