@@ -175,8 +175,8 @@ class HybridGroupedRowLinear(HybridGroupedParallelLinear):
 
 
 class BiasOfRows(torch.autograd.Function):
-    """bias (E, N) -> (T, N), of every row its expert's. Gradients are summed in FP32 and in one order, where those of an
-    index would be in the bias's dtype (256 bf16 ones and no more), and on GPUs in any order."""
+    """bias (E, N) -> (T, N), of every row its expert's. Gradients are summed in FP32 and in one order, where an index's are
+    added on GPUs by atomics of the bias's dtype, in any order."""
 
     @staticmethod
     def forward(ctx, bias, groups: Groups):
