@@ -289,13 +289,10 @@ def dequantize(qdata, scale, amax, fmt, direction, M, K, *, transposed, out, out
     if traced(out):
         _operators().dequantize_(qdata, scale, amax, str(fmt), direction, transposed, out, outer, inverse_rht)
         return
-    ptr, code, m, k, sm, sk = _matrix(out)
-    if (m, k) != (M, K):
-        raise ValueError(f"dequantize into {(m, k)}, expected {(M, K)}")
-    extension(out.device.type).dequantize(
-        spec(fmt, direction, out.device), _ptr(qdata), transposed, _ptr(scale), _ptr(amax), ptr, code, M, K, sm, sk,
-        outer, inverse_rht, *_where(out)
-    )  # fmt: skip
+    if out.shape != (M, K):
+        raise ValueError(f"dequantize into {tuple(out.shape)}, expected {(M, K)}")
+    operand = qdata, scale, amax, fmt, direction, transposed, out, outer, inverse_rht
+    extension(out.device.type).dequantize(*_decode(operand), *_where(out))
 
 
 def decode_operands(a: tuple | None, b: tuple | None, factor: torch.Tensor | None = None) -> None:
@@ -305,13 +302,13 @@ def decode_operands(a: tuple | None, b: tuple | None, factor: torch.Tensor | Non
     set to the product of the `outer_scale` of both; an operand without an amax leaves that of the other. Raises
     ``ValueError`` where an operand has several amaxes.
     """
-    out = (a or b)[6]
-    extension(out.device.type).decode_operands(_decode(a), _decode(b), _ptr(factor), *_where(out))
+    *_, out, _, _ = a or b
+    operands = (operand and _decode(operand) for operand in (a, b))
+    extension(out.device.type).decode_operands(*operands, _ptr(factor), *_where(out))
 
 
-def _decode(operand: tuple | None) -> tuple | None:
-    if operand is None:
-        return None
+def _decode(operand: tuple) -> tuple:
+    """What the extension is told of a decode, but for where it runs."""
     qdata, scale, amax, fmt, direction, transposed, out, outer, inverse_rht = operand
     return (
         spec(fmt, direction, out.device), _ptr(qdata), transposed, _ptr(scale), _ptr(amax), *_matrix(out),

@@ -112,13 +112,13 @@ class LinearRuntime(torch.nn.Module):
             formats = self._formats_of_other_steps(device) | now
             for prefix, fmt in formats.items():
                 fresh = DelayedState.new(fmt, device)
-                old = self._buffers.get(f"{prefix}_history")
+                old = self._buffers.get(f"{prefix}{HISTORY}")
                 if old is None:
                     self.register_buffer(f"{prefix}_scale", fresh.scale)
-                    self.register_buffer(f"{prefix}_history", fresh.history)
+                    self.register_buffer(f"{prefix}{HISTORY}", fresh.history)
                     self._scaled_for[prefix] = fmt
                 elif prefix in now and old.shape != fresh.history.shape:
-                    self._buffers[f"{prefix}_history"] = resized(old, len(fresh.history))
+                    self._buffers[f"{prefix}{HISTORY}"] = resized(old, len(fresh.history))
             self._follow_formats(plan)
             used.update(formats)
         self._non_persistent_buffers_set = {name for name in self._buffers if name.rsplit("_", 1)[0] not in used}
@@ -212,7 +212,7 @@ class LinearRuntime(torch.nn.Module):
         scale = self._buffers.get(f"{prefix}_scale")
         if scale is None:
             return None
-        return DelayedState(scale, self._buffers[f"{prefix}_history"] if record else None)
+        return DelayedState(scale, self._buffers[f"{prefix}{HISTORY}"] if record else None)
 
     # ---- changes of the plan
 

@@ -12,14 +12,13 @@ import argparse
 import contextlib
 import functools
 import json
-import os
 import re
 import traceback
 from datetime import timedelta
 from pathlib import Path
 
 from launch import torchrun
-from shared_gpus import take_gpu
+from shared_gpus import take_device
 
 PREFIX = "check_"
 COLLECTIVE_SECONDS = 90  # then NCCL ends a rank that waits for one whose check failed
@@ -40,10 +39,8 @@ def start(threads: int | None = None):
     import torch
 
     backend = arguments().backend
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", take_gpu(int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()))
-        torch.cuda.set_device(device)
+    device = take_device(backend)
+    if device.type == "cuda":
         torch.set_default_device(device)
     if threads is not None:
         torch.set_num_threads(threads)
@@ -106,12 +103,12 @@ def errors_by_rank(folder: Path, nproc: int) -> list[dict]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(nproc)]
 
 
-def run_worker(nproc: int, worker: Path, folder: Path, checks: list[str], **options) -> list[dict]:
+def run_worker(nproc: int, worker: Path, folder: Path, checks: list[str], *, some=False, **options) -> list[dict]:
     """Launch a worker whose argument is a folder for its results; `errors_by_rank`, of exactly these checks.
 
-    options: of `torchrun`.
+    some: it has others, which are left out. options: of `torchrun`.
     """
-    torchrun(nproc, worker, folder, **options)
+    torchrun(nproc, worker, folder, *(["--only", *checks] if some else []), **options)
     errors = errors_by_rank(folder, nproc)
     assert all(set(of_rank) == set(checks) for of_rank in errors), [sorted(set(e) ^ set(checks)) for e in errors]
     return errors

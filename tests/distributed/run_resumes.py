@@ -9,8 +9,8 @@ import json
 from functools import partial
 
 from deterministic_runs import run_and_check  # before torch
-from mcore_cases import ITERATIONS, TP2
-from run_training import RECIPES, run, trains_and_resumes
+from mcore_cases import ITERATIONS
+from run_training import RECIPES, saved_and_resumed, trains_and_resumes
 
 import megatron_hybrid as mh
 
@@ -25,13 +25,8 @@ def flags_of(recipe: str) -> list[str]:
 
 
 def cases():
-    found = []
-    for recipe in OTHERS:
-        chosen, flags = f"{{folder}}/{recipe}.json", [*TP2, *flags_of(recipe)]
-        save = ["--save", f"{{folder}}/{recipe}_saved", "--save-interval", "2"]
-        load = ["--load", f"{{folder}}/{recipe}_saved", "--ckpt-step", "2"]
-        found += [run(recipe, chosen, *flags, *save), run(f"{recipe}_resumed", chosen, *flags, *load)]
-    return found
+    chosen = [(name, f"{{folder}}/{name}.json", *flags_of(name)) for name in OTHERS]
+    return [case for words in chosen for case in saved_and_resumed(*words)]
 
 
 def write(folder) -> None:

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import sys
 import time
 import traceback
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from shared_gpus import take_gpu
+from shared_gpus import take_device
 from tp_cases import (
     GEMM_OPERANDS, LAYOUTS, RECIPES, Ranks, close_sum, compare_gemm, on_the_wire, partial_sums, recipe, run, run_experts,
 )  # fmt: skip
@@ -452,10 +451,8 @@ def check_c30_rowwise_for_100_steps(ranks: Ranks):
 
 def start(backend: str) -> Ranks:
     """The process group of all ranks, and this rank's device."""
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", take_gpu(int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()))
-        torch.cuda.set_device(device)
+    device = take_device(backend)
+    if device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = False
     dist.init_process_group(backend, **({} if device.type == "cpu" else {"device_id": device}))
     return Ranks(dist.group.WORLD, device)

@@ -30,12 +30,15 @@ def run(name: str, recipe: str, *flags: str, ranks: int | None = 2) -> Case:
     return Case(name, [SCRIPT, *MODEL, *layers, *MOCK, *wanted, *flags], ranks, environment=tensor_parallel)
 
 
+def saved_and_resumed(name: str, recipe: str, *flags: str) -> list[Case]:
+    """A run on two tensor-parallel ranks, and the same from its middle on."""
+    save = ["--save", f"{{folder}}/{name}_saved", "--save-interval", "2"]
+    load = ["--load", f"{{folder}}/{name}_saved", "--ckpt-step", "2"]
+    return [run(name, recipe, *TP2, *flags, *save), run(f"{name}_resumed", recipe, *TP2, *flags, *load)]
+
+
 def cases() -> list[Case]:
-    found = []
-    for recipe in RECIPES:
-        save = ["--save", f"{{folder}}/{recipe}_saved", "--save-interval", "2"]
-        load = ["--load", f"{{folder}}/{recipe}_saved", "--ckpt-step", "2"]
-        found += [run(recipe, recipe, *TP2, *save), run(f"{recipe}_resumed", recipe, *TP2, *load)]
+    found = [case for recipe in RECIPES for case in saved_and_resumed(recipe, recipe)]
     if WORLD == 4:
         lives = "{folder}/lives.json"
         one = ["--make-vocab-size-divisible-by", "128", "--save", "{folder}/lives_saved", "--save-interval", "2"]

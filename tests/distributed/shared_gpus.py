@@ -9,6 +9,17 @@ from __future__ import annotations
 import os
 
 
+def take_device(backend: str):
+    """This rank's device, before its process group starts: the CPU with gloo, else a GPU, now torch's current one."""
+    import torch
+
+    if backend == "gloo":
+        return torch.device("cpu")
+    device = torch.device("cuda", take_gpu(int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()))
+    torch.cuda.set_device(device)
+    return device
+
+
 def take_gpu(ranks: int, gpus: int) -> int:
     """The GPU of this rank of torchrun, one of `gpus` for the `ranks` of this machine; before NCCL starts.
 

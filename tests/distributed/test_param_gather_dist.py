@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from checks import assert_passed, check_names, errors_by_rank, run_worker
-from launch import torchrun
+from checks import assert_passed, check_names, run_worker
 
 WORKER = Path(__file__).parent / "run_param_gather.py"
 CHECKS = check_names(WORKER, WORKER.with_name("mcore_groups.py"))
@@ -27,9 +26,7 @@ def errors(tmp_path_factory) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory) -> list[dict]:
-    folder = tmp_path_factory.mktemp("three")
-    torchrun(3, WORKER, folder, "--only", *THREE)
-    return errors_by_rank(folder, 3)
+    return run_worker(3, WORKER, tmp_path_factory.mktemp("three"), THREE, some=True)
 
 
 @pytest.mark.parametrize("check", CHECKS)
