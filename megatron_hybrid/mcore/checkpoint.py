@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ..checkpoint_file import RECORD
 from ..recipe import Recipe
+from ..recipe_grammar import CHOICES
 from .errors import UserError
 
 _SHORT = 12
@@ -61,6 +62,7 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
         return []
     theirs = _describe(found["recipe"].get("name", "unnamed"), found["fingerprint"])
     if switch or args.finetune:
+        check_masters(args, found["recipe"], recipe)
         return [f"note: the checkpoint in {args.load} was trained with {theirs}; it goes on with {ours}"]
     raise UserError(
         f"the checkpoint in {args.load} was trained with {theirs}, this run has {ours}; "
@@ -105,6 +107,23 @@ def check_sizes(args, saved) -> None:
         if None not in (theirs, ours) and theirs != ours:
             flag = f"--{name.replace('_', '-')}"
             raise UserError(f"the checkpoint in {args.load} is of another model: {flag} {theirs}, this run has {flag} {ours}")
+
+
+def check_masters(args, theirs: dict, ours: Recipe) -> None:
+    """Refuse the optimizer's state of `--ckpt-format torch` where weights live otherwise: it lies as its buffers did."""
+    before, now = theirs.get("weights", CHOICES["weights"][0]), ours.weights
+    plain = args.ckpt_format == "torch" and args.use_distributed_optimizer
+    if plain and before != now and loads_optimizer(args):
+        raise UserError(
+            f"the checkpoint in {args.load} has the optimizer's state of `weights: {before}`, this run has `weights: {now}`: "
+            "with --ckpt-format torch and --use-distributed-optimizer the state cannot go from one to the other; add "
+            f"--no-load-optim, or go on with `weights: {before}` and save in --ckpt-format torch_dist first"
+        )
+
+
+def loads_optimizer(args) -> bool:
+    """Whether the run goes on with the optimizer's state of a checkpoint."""
+    return bool(args.load) and not (args.no_load_optim or args.finetune)
 
 
 def check_schedule(args, saved) -> None:

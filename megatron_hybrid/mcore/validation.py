@@ -13,6 +13,7 @@ from ..data import check_data_paths
 from ..distributed.param_gather import HIGH_PRECISION
 from ..plan import WEIGHT, PlanError
 from ..recipe import QUANTIZED
+from .checkpoint import loads_optimizer
 from .errors import UserError
 
 RECIPES_MODULE = "megatron_hybrid.mcore.recipes"
@@ -59,8 +60,8 @@ def check_flags(args) -> None:
             f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written"
         )
     _check_megatron_fsdp(args)
-    loads_optimizer = args.load and not (args.no_load_optim or args.finetune)
-    if args.ckpt_format == "torch" and args.ckpt_step and args.use_distributed_optimizer and loads_optimizer:
+    plain = args.ckpt_format == "torch" and args.use_distributed_optimizer
+    if plain and args.ckpt_step and loads_optimizer(args):
         raise UserError(
             f"--ckpt-step {args.ckpt_step} beside --ckpt-format torch and --use-distributed-optimizer: Megatron takes "
             "the weights of that step and the optimizer of the latest one; write the step into "

@@ -5,17 +5,21 @@
 FAULT: ``die`` (killed before the iteration), ``crash`` (aborted before it, as the C library does over a broken heap),
 ``nan`` (a weight becomes NaN before it), ``full`` (from then on files cannot grow past 100 KB: EFBIG where a full disk
 says ENOSPC, the same path), ``kill_saving`` (killed during that iteration's save, on every rank: tensors are written,
-what makes them a checkpoint is not).
+what makes them a checkpoint is not), ``kill_torch_save`` (the same of `--ckpt-format torch`: half of a file is written).
 """
 
 from __future__ import annotations
 
 import functools
+import io
 import os
 import resource
 import runpy
 import signal
 import sys
+from pathlib import Path
+
+import torch
 
 LIMIT = 100_000
 
@@ -27,8 +31,8 @@ def main() -> None:
     from megatron_hybrid import launch
 
     launch.prepare()
-    if fault == "kill_saving":
-        kill_during_save(int(iteration))
+    if fault in SAVES:
+        SAVES[fault](f"iter_{int(iteration):07d}")
     elif mine:
         before_iteration(int(iteration), globals()[fault])
     runpy.run_path(sys.argv[0], run_name="__main__")
@@ -67,17 +71,35 @@ def full(model) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT))
 
 
-def kill_during_save(iteration: int) -> None:
+def kill_during_save(folder: str) -> None:
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     original = FileSystemWriterAsync.retrieve_write_results
 
     def retrieve_write_results(self):
-        if f"iter_{iteration:07d}" in str(self.checkpoint_id):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if folder in str(self.checkpoint_id):
+            die(None)
         return original(self)
 
     FileSystemWriterAsync.retrieve_write_results = retrieve_write_results
+
+
+def kill_during_torch_save(folder: str) -> None:
+    original = torch.save
+
+    @functools.wraps(original)
+    def save(obj, f, *args, **kwargs):
+        if folder not in str(f):
+            return original(obj, f, *args, **kwargs)
+        whole = io.BytesIO()
+        original(obj, whole, *args, **kwargs)
+        Path(f).write_bytes(whole.getvalue()[: whole.tell() // 2])
+        die(None)
+
+    torch.save = save
+
+
+SAVES = {"kill_saving": kill_during_save, "kill_torch_save": kill_during_torch_save}
 
 
 if __name__ == "__main__":

@@ -49,7 +49,18 @@ def loading(name: str, source: str, *flags: str, step: str = "2", **more) -> Cas
     return run(name, *flags, "--load", f"{{folder}}/{source}", "--ckpt-step", step, RESHARDABLE, **more)
 
 
-FAULTY = {"dies": "die:1:3", "nan": "nan:1:3", "full": "full:1:3", "cut_short": "kill_saving:0:4"}
+CUT_SHORT = {"dist": [], "async": ["--async-save"], "torch": ["--ckpt-format", "torch"]}  # while it saves, by format
+FAULTY = {"dies": "die:1:3", "nan": "nan:1:3", "full": "full:1:3"}
+FAULTY |= {f"cut_short_{kind}": f"{'kill_torch_save' if kind == 'torch' else 'kill_saving'}:0:4" for kind in CUT_SHORT}
+
+
+def cut_short(kind: str) -> list[Case]:
+    """A run that is killed during its second save, and one that goes on."""
+    name, chosen = f"cut_short_{kind}", [*CHOSEN, *TP2, *CUT_SHORT[kind]]
+    again = ["--load", f"{{folder}}/{name}", "--save", f"{{folder}}/{name}", "--save-interval", "2"]
+    return [saving(name, *chosen, fault=FAULTY[name]), run(f"restarted_{kind}", *chosen, RESHARDABLE, *again)]
+
+
 CASES = [
     saving("tp2", *CHOSEN, *TP2),
     run("overlapped", *CHOSEN, *TP2, "--overlap-grad-reduce", "--overlap-param-gather"),
@@ -66,10 +77,8 @@ CASES = [
         RESHARDABLE, "--save", "{folder}/back", "--save-interval", "3"),
     run("quantized_to_bf16", "--hq-recipe", "bf16", "--hq-switch-recipe", *TP2, "--load", "{folder}/back", "--ckpt-step", "3",
         RESHARDABLE),
-    saving("cut_short", *CHOSEN, *TP2, fault=FAULTY["cut_short"]),
-    run("restarted", *CHOSEN, *TP2, RESHARDABLE, "--load", "{folder}/cut_short", "--save", "{folder}/cut_short",
-        "--save-interval", "2"),
-    loading("after_restart", "cut_short", *CHOSEN, *TP2, "--train-iters", "5",
+    *(case for kind in CUT_SHORT for case in cut_short(kind)),
+    loading("after_restart", "cut_short_dist", *CHOSEN, *TP2, "--train-iters", "5",
             "--override-opt-param-scheduler", step="4"),
     run("dies", *CHOSEN, *TP2, fault=FAULTY["dies"]),
     run("nan", *CHOSEN, *TP2, "--hq-check-nan", fault=FAULTY["nan"]),
@@ -164,15 +173,19 @@ def test_c67_bf16_to_quantized_and_back(runs):
         assert f"it goes on with recipe {ours} " in runs[1][name].output[0]
 
 
-def test_a_save_cut_short_leaves_the_last_checkpoint_and_the_restart_takes_it(runs):
+@pytest.mark.parametrize("kind", CUT_SHORT)
+def test_a_save_cut_short_leaves_the_last_checkpoint_and_the_restart_takes_it(runs, kind):
     folder, done = runs
-    assert done["cut_short"].exit == [-9, -9]
-    assert sorted(numbers(runs, "restarted")) == [3, 4]
-    whole, restarted = numbers(runs, "tp2"), numbers(runs, "restarted")
+    name = f"cut_short_{kind}"
+    assert done[name].exit == [-9, -9]
+    assert (folder / name / "iter_0000004").is_dir()  # what was written of it
+    whole, restarted = numbers(runs, "tp2"), numbers(runs, f"restarted_{kind}")
+    assert sorted(restarted) == [3, 4]
     for iteration, entry in restarted.items():  # the same run, and so the same bits
         assert all(entry[key] == whole[iteration][key] for key in ("loss", "grad_norm"))
-    assert (folder / "cut_short" / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
-    assert sorted(numbers(runs, "after_restart")) == [5]
+    assert (folder / name / "latest_checkpointed_iteration.txt").read_text().strip() == "4"
+    if kind == "dist":
+        assert sorted(numbers(runs, "after_restart")) == [5]
 
 
 def test_a_rank_that_dies_ends_the_others(runs):

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_hybrid.mcore.checkpoint import check_schedule, check_sizes, nothing_to_load
+import megatron_hybrid as mh
+from megatron_hybrid.mcore.checkpoint import check_masters, check_schedule, check_sizes, nothing_to_load
 from megatron_hybrid.mcore.errors import UserError
 
 
@@ -56,6 +57,19 @@ def test_the_same_schedule_goes_on_however_it_is_given():
     check_schedule(arguments(**by_samples), arguments(lr_decay_iters=100))
     check_schedule(arguments(), SimpleNamespace())
     check_schedule(arguments(), None)
+
+
+def test_the_optimizers_state_of_weights_that_live_otherwise_is_refused_where_it_lies_as_its_buffers_did():
+    high = mh.Recipe.load("mxfp8")
+    lives = high.with_weights("quantized")
+    torch_format = {"ckpt_format": "torch", "use_distributed_optimizer": True}
+    for before, now in ((high, lives), (lives, high)):
+        words = f"state of `weights: {before.weights}`, this run has `weights: {now.weights}`.*--no-load-optim"
+        with pytest.raises(UserError, match=words):
+            check_masters(arguments(**torch_format), before.to_dict(), now)
+        check_masters(arguments(**torch_format), now.to_dict(), now)
+        for changes in ({"no_load_optim": True}, {"use_distributed_optimizer": False}, {"ckpt_format": "torch_dist"}):
+            check_masters(arguments(**torch_format | changes), before.to_dict(), now)
 
 
 class TestNothingToLoad:
