@@ -62,7 +62,7 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
         return []
     theirs = _describe(found["recipe"].get("name", "unnamed"), found["fingerprint"])
     if switch or args.finetune:
-        check_masters(args, found["recipe"], recipe)
+        check_masters(args, saved, recipe)
         return [f"note: the checkpoint in {args.load} was trained with {theirs}; it goes on with {ours}"]
     raise UserError(
         f"the checkpoint in {args.load} was trained with {theirs}, this run has {ours}; "
@@ -109,15 +109,17 @@ def check_sizes(args, saved) -> None:
             raise UserError(f"the checkpoint in {args.load} is of another model: {flag} {theirs}, this run has {flag} {ours}")
 
 
-def check_masters(args, theirs: dict, ours: Recipe) -> None:
-    """Refuse the optimizer's state of `--ckpt-format torch` where weights live otherwise: it lies as its buffers did."""
-    before, now = theirs.get("weights", CHOICES["weights"][0]), ours.weights
-    plain = args.ckpt_format == "torch" and args.use_distributed_optimizer
-    if plain and before != now and loads_optimizer(args):
+def check_masters(args, saved, ours: Recipe) -> None:
+    """Refuse an optimizer's state that lies as its buffers did, where weights lived otherwise: Megatron keeps those that
+    live quantized in a buffer of their own."""
+    before, now = _record_of(saved)["recipe"].get("weights", CHOICES["weights"][0]), ours.weights
+    free = args.use_megatron_fsdp or getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
+    fixed = args.use_distributed_optimizer and (args.ckpt_format == "torch" or not free)
+    if fixed and before != now and loads_optimizer(args):
         raise UserError(
             f"the checkpoint in {args.load} has the optimizer's state of `weights: {before}`, this run has `weights: {now}`: "
-            "with --ckpt-format torch and --use-distributed-optimizer the state cannot go from one to the other; add "
-            f"--no-load-optim, or go on with `weights: {before}` and save in --ckpt-format torch_dist first"
+            "it can go from one to the other where it was saved in --ckpt-format torch_dist with "
+            f"--dist-ckpt-optim-fully-reshardable; add --no-load-optim, or go on with `weights: {before}` and save it so"
         )
 
 

@@ -188,7 +188,6 @@ def attach_in_run(chunks: list) -> list:
         at_once = not (sharded or args.overlap_param_gather)
         driver = attach(chunks, seed=args.seed, weights_at_once=at_once, weights_move=sharded)
         if driver is not None:
-            state.note_missing(driver.controller.runtimes, args)
             driver.controller.say = _say_on_rank_0
             if args.cuda_graph_impl == graphs.LOCAL:
                 graphs.prepare(chunks, driver.controller)
@@ -206,6 +205,7 @@ def attach_in_run(chunks: list) -> list:
                 driver.before_first += megatron_fsdp.prepare(chunks, args, driver.controller)
             if getattr(args, "hq_check_nan", False):
                 driver.controller.check_nan(args.rank if args.world_size > 1 else None)
+            state.note_missing(driver.controller.runtimes, args)  # last: a plan made anew has its own lengths of histories
     return chunks
 
 

@@ -2,7 +2,8 @@
 
 The parameter is one (E, N, K) tensor, whose FP32 shards are runs of its elements. In a state dict that is written or
 loaded in place an expert's part of them stands for it: views, under the global number of the expert, a gated one as
-two. `patches.fsdp_experts` calls what is here.
+two. What a checkpoint to load lacks of delayed scaling is left out, for all linears. `patches.fsdp_experts` calls what
+is here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import prep
 from megatron.core.tensor_parallel.layers import copy_tensor_model_parallel_attributes
 
 from ..distributed.shard_map import overlap
+from . import state
 from .experts import HybridGroupedParallelLinear
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -30,13 +32,13 @@ def around_preprocess(original):
     def preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model):
         linears = grouped_linears(model)
         if not linears:
-            return original(args, raw_state_dict, model)
+            return state.without_missing(original(args, raw_state_dict, model), model)
         rest, tensors = _taken_apart(raw_state_dict, linears)
         done = original(args, rest, model)
         for part, found in tensors.items():
             preprocess_state_dict_for_uneven_dtensor(found)
             (done[part] if part == "model" else done[part]["state"]).update(found)
-        return done
+        return state.without_missing(done, model)
 
     return preprocess_fsdp_dtensor_state_dict
 

@@ -8,13 +8,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
 from . import checkpoint
 
 PREFIX = "hq."
+_FSDP_MODEL = "model.module."  # before a parameter's path, in checkpoints of Megatron-FSDP
+
+
+class Fresh(LocalNonpersistentObject):
+    """A tensor that the checkpoint lacks. Megatron's experts one by one give whatever they hold a number of its copy."""
+
+    replica_id = (0, 0, 0)
 
 
 def sharded(module, tensors: dict, prefix: str, offsets, metadata) -> dict:
@@ -37,7 +49,7 @@ def sharded(module, tensors: dict, prefix: str, offsets, metadata) -> dict:
         tensor = ours[f"{prefix}{PREFIX}{name}"]
         tensor.key = f"{prefix}{PREFIX}{layer}{name}"
         if name in missing:
-            tensor = LocalNonpersistentObject(tensor.data)
+            tensor = Fresh(tensor.data)
         tensors[f"{prefix}{PREFIX}{name}"] = tensor
     return tensors
 
@@ -52,9 +64,14 @@ def follow_recipe(args, controller) -> None:
             controller.rescale_from(recipe, max(1, args.iteration))
 
 
-def possible_keys(role, name: str) -> tuple[str, str]:
-    """Where a checkpoint may hold a history: a layer a key, or stacked."""
+def possible_keys(role, name: str, *, fsdp: bool = False) -> tuple[str, ...]:
+    """Where a checkpoint may hold a history: a layer a key, or stacked; with fsdp, in one of Megatron-FSDP."""
     module = role.name
+    if fsdp:
+        if role.expert is None:
+            return (f"{_FSDP_MODEL}{module}.{PREFIX}{name}",)
+        alone = module.replace(".experts.", f".experts.local_experts.{role.expert}.", 1)
+        return f"{_FSDP_MODEL}{module}.{PREFIX}{role.expert}.{name}", f"{_FSDP_MODEL}{alone}.{PREFIX}{name}"
     if role.expert is not None:  # Megatron's keys of experts, whichever implementation
         module = module.replace(".experts.", ".experts.experts.", 1)
         name = f"expert_{role.expert}.{name}"
@@ -71,15 +88,12 @@ def note_missing(runtimes, args) -> None:
     folder = checkpoint_folder(args) if stateful else None
     if folder is None:
         return
-    found = {
-        key: tuple(tensor.global_shape)
-        for key, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items()
-        if f".{PREFIX}" in key
-    }
+    fsdp = args.use_megatron_fsdp
+    found = {key: shape for key, shape in _shapes(folder, fsdp).items() if f".{PREFIX}" in key}
     total = missing = resized = 0
     for runtime in stateful:
         shapes = {
-            name: next((found[key] for key in possible_keys(runtime.role, name) if key in found), None)
+            name: next((found[key] for key in possible_keys(runtime.role, name, fsdp=fsdp) if key in found), None)
             for name in runtime._buffers
         }
         runtime.missing_state = {name for name, shape in shapes.items() if shape is None}
@@ -89,6 +103,29 @@ def note_missing(runtimes, args) -> None:
                 runtime.take_length(name, *shape)
                 resized += 1
     _say_missing(args, missing, resized, total)
+
+
+def _shapes(folder: Path, fsdp: bool) -> dict[str, tuple[int, ...]]:
+    """Of every tensor in a checkpoint, by key."""
+    if fsdp:
+        stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+        return {key: tuple(tensor.size) for key, tensor in stored.items() if isinstance(tensor, TensorStorageMetadata)}
+    return {key: tuple(t.global_shape) for key, t in dist_checkpointing.load_tensors_metadata(str(folder)).items()}
+
+
+def without_missing(state_dict: dict, model) -> dict:
+    """A state dict to load in place, without the buffers that the checkpoint lacks; nothing is lacking once training began."""
+    modules = (module for module in model.modules() if getattr(module, "missing_state", ()))
+    lacks = {module._buffers[name].data_ptr() for module in modules for name in module.missing_state}
+    if not lacks:
+        return state_dict
+    kept = {key: value for key, value in state_dict["model"].items() if _address(value) not in lacks}
+    return state_dict | {"model": kept}
+
+
+def _address(value) -> int | None:
+    """Of a tensor that is whole here."""
+    return value.data_ptr() if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) else None
 
 
 def _say_missing(args, missing: int, resized: int, total: int) -> None:
@@ -124,4 +161,6 @@ def checkpoint_folder(args) -> Path | None:
     if args.ckpt_step is not None:
         iteration, release = args.ckpt_step, False
     folder = Path(checkpointing.get_checkpoint_name(args.load, iteration, release, return_base_dir=True))
+    if args.use_megatron_fsdp:
+        return folder if (folder / ".metadata").is_file() else None
     return folder if dist_checkpointing.check_is_distributed_checkpoint(str(folder)) else None

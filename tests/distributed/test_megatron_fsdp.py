@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from mcore_cases import MIXED, MOCK, MODEL, SCRIPT, Case, assert_ended, numbers, run_cases, same
+
+import megatron_hybrid as mh
 
 pytestmark = pytest.mark.dist
 
@@ -23,6 +27,7 @@ EXPERTS = [
 EP2 = ["--expert-model-parallel-size", "2"]
 OF_EXPERTS = "nvfp4_rowscaled_fprop_mxfp8_bwd"
 TIED = "--untie-embeddings-and-output-weights"
+SHORT = {"version": 1, "name": "short", "defaults": "fp8_delayed_e4m3:history=2"}
 HEAD = "version: 1\nname: head\ndefaults: mxfp8_e4m3\nlm_head: true\n"
 
 
@@ -43,10 +48,28 @@ def resumed(name: str, recipe: str, *flags: str) -> list[Case]:
     ]
 
 
+def switched(name: str, first: str, to: str, *flags: str) -> list[Case]:
+    """The first half of a run with one recipe, the second with another."""
+    there = f"{{folder}}/{name}-first"
+    return [
+        case(f"{name}-first", first, *flags, "--save", there, "--save-interval", "2", "--exit-interval", "2"),
+        case(name, to, *flags, "--load", there, "--ckpt-step", "2", "--hq-switch-recipe"),
+    ]
+
+
 EXACT = ["bf16", "fp8_current", "fp8_delayed", MIXED, "tp2", "cp2", "experts", "two-optim"]
 CLOSE = ["two-optim_grads", "two-optim_grads_params", "head", "ep2"]
 RESUMED = ["r-delayed", "r-optim", "r-grads", "r-experts", "r-ep2", "r-grouped", "r-grouped-optim", "r-grouped-ep2"]
 GROUPED = [*EXPERTS, "--moe-grouped-gemm"]
+RESHARDABLE = "--dist-ckpt-optim-fully-reshardable"
+SWITCHED = {  # bf16's checkpoints have no histories
+    "s-delayed": ["bf16", "fp8_delayed"],
+    "s-lives": ["bf16", "{folder}/lives.json"],
+    "s-experts": ["bf16", "fp8_delayed", *EXPERTS],
+    "s-grouped": ["bf16", "fp8_delayed", *GROUPED],
+    "s-length": ["fp8_delayed", "{folder}/short.json"],
+    "s-away": ["fp8_delayed", "fp8_current"],
+}
 CASES = [
     *(c for recipe in EXACT[:4] for c in both(recipe, recipe)),
     *both("tp2", MIXED, *TP2),
@@ -67,6 +90,8 @@ CASES = [
     *resumed("r-grouped", "fp8_delayed", *GROUPED, *SHARDED),
     *resumed("r-grouped-optim", OF_EXPERTS, *GROUPED, *FSDP, "optim"),
     *resumed("r-grouped-ep2", "fp8_delayed", *GROUPED, *EP2, *SHARDED),
+    *(c for name in SWITCHED for c in switched(f"{name}-plain", *SWITCHED[name], RESHARDABLE)),
+    *(c for name in SWITCHED for c in switched(name, *SWITCHED[name], *SHARDED)),
     case("r-grouped-one", "fp8_delayed", *GROUPED, *SHARDED, "--load", "{folder}/r-grouped-ep2", "--ckpt-step", "2"),
 ]
 
@@ -75,6 +100,9 @@ CASES = [
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("megatron_fsdp")
     (folder / "head.yaml").write_text(HEAD)
+    lives = mh.Recipe.load("fp8_delayed").to_dict() | {"weights": "quantized", "param_gather": "both"}
+    (folder / "lives.json").write_text(json.dumps(lives))
+    (folder / "short.json").write_text(json.dumps(mh.Recipe.from_dict(SHORT).to_dict()))
     return folder, run_cases(CASES, folder, timeout=900)
 
 
@@ -115,6 +143,13 @@ def test_resume_is_bit_exact(runs, name):
     whole, resumed = numbers(runs, f"{name}-whole"), numbers(runs, f"{name}-resumed")
     assert sorted(resumed) == [3, 4]
     same(resumed, whole)
+
+
+@pytest.mark.parametrize("name", SWITCHED)
+def test_c67_another_recipe_goes_on_as_under_the_distributed_optimizer(runs, name):
+    found, expected = numbers(runs, name), numbers(runs, f"{name}-plain")
+    assert sorted(found) == [3, 4]
+    same(found, expected, but=("ms", "grad_norm"))
 
 
 def test_experts_go_on_with_other_numbers_of_ranks(runs):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 import megatron_hybrid as mh
-from megatron_hybrid.mcore.checkpoint import check_masters, check_schedule, check_sizes, nothing_to_load
+from megatron_hybrid.mcore.checkpoint import check_masters, check_schedule, check_sizes, nothing_to_load, record
 from megatron_hybrid.mcore.errors import UserError
 
 
@@ -60,16 +60,23 @@ def test_the_same_schedule_goes_on_however_it_is_given():
 
 
 def test_the_optimizers_state_of_weights_that_live_otherwise_is_refused_where_it_lies_as_its_buffers_did():
+    def check(before, now, *, reshardable=False, **changes):
+        saved = arguments(dist_ckpt_optim_fully_reshardable=reshardable)
+        record(saved, before)
+        run = {"ckpt_format": "torch_dist", "use_distributed_optimizer": True, "use_megatron_fsdp": False}
+        check_masters(arguments(**run | changes), saved, now)
+
     high = mh.Recipe.load("mxfp8")
     lives = high.with_weights("quantized")
-    torch_format = {"ckpt_format": "torch", "use_distributed_optimizer": True}
     for before, now in ((high, lives), (lives, high)):
         words = f"state of `weights: {before.weights}`, this run has `weights: {now.weights}`.*--no-load-optim"
-        with pytest.raises(UserError, match=words):
-            check_masters(arguments(**torch_format), before.to_dict(), now)
-        check_masters(arguments(**torch_format), now.to_dict(), now)
-        for changes in ({"no_load_optim": True}, {"use_distributed_optimizer": False}, {"ckpt_format": "torch_dist"}):
-            check_masters(arguments(**torch_format | changes), before.to_dict(), now)
+        for changes in ({}, {"ckpt_format": "torch"}, {"ckpt_format": "torch", "reshardable": True}):
+            with pytest.raises(UserError, match=words):
+                check(before, now, **changes)
+            check(now, now, **changes)
+        for field in ({"no_load_optim": True}, {"use_distributed_optimizer": False}, {"use_megatron_fsdp": True}):
+            check(before, now, **field)
+        check(before, now, reshardable=True)
 
 
 class TestNothingToLoad:
