@@ -1,7 +1,7 @@
 """Megatron's ``--use-torch-fsdp2``: payload gathers where the recipe asks for them.
 
-FSDP2 shards high-precision parameters, which stay the masters: ``weights: quantized`` with ``param_gather: both`` (or
-``rowwise``, where the column follows from the row) gathers their payloads. The gather moves the direction that a pass
+FSDP2 shards high-precision parameters, which stay the masters: a recipe with ``param_gather: both`` (or ``rowwise``, where
+the column follows from the row), without ``weights: quantized``, gathers their payloads. The gather moves the direction that a pass
 needs, whichever of the two the recipe names.
 """
 

@@ -138,7 +138,6 @@ def check_outputs(args) -> None:
 
 # attribute in Megatron's arguments -> flag, of what does not know weights that live quantized
 _NOT_BESIDE_QUANTIZED_WEIGHTS = {
-    "use_torch_fsdp2": "--use-torch-fsdp2",
     "use_precision_aware_optimizer": "--use-precision-aware-optimizer",
     "overlap_param_gather_with_optimizer_step": "--overlap-param-gather-with-optimizer-step",
     "use_layer_wise_distributed_optimizer": "--use-layer-wise-distributed-optimizer",
@@ -150,6 +149,11 @@ def check_quantized_weights(args, recipe) -> None:
     if recipe.weights != QUANTIZED:
         return
     what = f"recipe {recipe.name} with `weights: quantized`"
+    if args.use_torch_fsdp2:
+        raise UserError(
+            f"{what} beside --use-torch-fsdp2, whose shards stay in high precision and are the masters; leave `weights` out: "
+            "`param_gather: both` alone has FSDP2 gather payloads"
+        )
     if not args.use_distributed_optimizer:
         raise UserError(f"{what} needs --use-distributed-optimizer, which keeps the FP32 masters")
     if not (args.bf16 or args.fp16):

@@ -80,6 +80,10 @@ TABLE = {
         [*MEGATRON_FSDP, "--hq-recipe", "{folder}/lives.yaml", "--megatron-fsdp-main-params-dtype", "bf16"],
         ["with `weights: quantized` needs --megatron-fsdp-main-params-dtype fp32"],
     ),
+    "fsdp2_quantized": (
+        ["--use-torch-fsdp2", "--ckpt-format", "torch_dist", "--hq-recipe", "{folder}/lives.yaml"],
+        ["with `weights: quantized` beside --use-torch-fsdp2", "`param_gather: both` alone has FSDP2 gather payloads"],
+    ),
     "step_of_torch_save": (
         ["--ckpt-format", "torch", "--load", "{folder}", "--ckpt-step", "2"],
         ["--ckpt-step 2 beside --ckpt-format torch", "of that step and the optimizer of the latest one"],
@@ -118,7 +122,8 @@ TABLE = {
 
 def case(name: str, flags: list[str]) -> Case:
     source = [] if "--data-path" in flags else MOCK
-    return Case(name, [SCRIPT, *MODEL, *TP2, *source, *flags])
+    model = [flag for flag in MODEL if flag != "--use-distributed-optimizer" or "--use-torch-fsdp2" not in flags]
+    return Case(name, [SCRIPT, *model, *TP2, *source, *flags])
 
 
 @pytest.fixture(scope="module")
