@@ -168,7 +168,6 @@ mh::Groups groups_of(const py::tuple& t) {
 
 void put_groups(mh::PairArgs& pair, const py::object& groups) {
   pair.groups = groups_of(groups.cast<py::tuple>());
-  check(!pair.groups.choice || !pair.has_row, "groups: rows that are copies are cast by columns only");
   const auto fits = [](const mh::QuantizeArgs& a) {
     const FormatSpec& s = a.spec;
     return s.scale_rule == ScaleRule::fp32 && !a.fixed_scale && !a.measured && !a.noop &&
@@ -227,7 +226,6 @@ void group_amax(uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_
   const mh::GroupAmaxArgs args{matrix("data", data, dtype, m, k, stride_m, stride_k), groups_of(groups),
                                pointer<int32_t>(of_columns), pointer<int32_t>(of_rows)};
   check_pointer("of_columns", of_columns, k);
-  check(!args.groups.choice || !of_rows, "of_rows: not of rows that are copies");
   backend::group_amax(args, where(stream, device));
 }
 

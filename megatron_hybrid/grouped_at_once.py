@@ -18,7 +18,7 @@ from .gemm import grouped as gemms
 from .grouped_casts import GroupedCasts
 from .groups import Groups
 from .linear import LinearCall
-from .permutation import RowMap, sum_rows
+from .permutation import RowMap
 from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan, PlanError
 from .saved import main_grad, placeholder_gradients, save_for_backward
 from .stacked import GroupedColumns, StackedWeight, columns_alignment, copied_rows, unstackable
@@ -125,9 +125,9 @@ class GroupedCall:
 
     def both(self, operand: str, x: torch.Tensor, copies: RowMap | None) -> tuple[QuantizedStorage, GroupedColumns]:
         """The T rows by rows and by columns, from one read of x where its formats and the device have that."""
-        if type(x) is torch.Tensor and copies is None:
+        if type(x) is torch.Tensor and (copies is None or not copies.repeats):
             layout = self.groups.layout(self.how.alignment)
-            found = self.how.casts[operand].both(x, layout)
+            found = self.how.casts[operand].both(x, layout, copies)
             if found is not None:
                 return found[0], GroupedColumns(found[1], layout)
         row, derived = self.rows(operand, x), self.call.plan.quantizers[operand].derives_columnwise
@@ -227,7 +227,7 @@ def _backward(ctx, dy):
     dy_row, dy_col = call.gradient(dy, *needs[:2])
     if needs[0]:
         dx = how.dgrad.rows("dgrad", plans, dy_row, call.kept_weight(w_kept), groups, ctx.dtype)
-        dx = dx if groups.copies is None else sum_rows(dx, groups.copies)
+        dx = dx if groups.copies is None else groups.copies.sum(dx)
     if needs[1]:
         dws = call.weight_gradients(dy_col, call.kept_input(x_kept), weights)
     if needs[2]:
@@ -255,7 +255,7 @@ def forward(x, weights, bias, call: GroupedCall, *, keep_input: bool, keep_weigh
     y = call.how.fprop.rows("fprop", call.how.plans, x_row, w_row, groups, x.dtype)
     if bias is not None:
         y = (y + bias[groups.of_row]).to(y.dtype)
-    y = y if groups.sums is None else sum_rows(y, groups.sums)
+    y = y if groups.sums is None else groups.sums.sum(y)
     w_kept = None
     if keep_weight:
         w_kept = weights[0] if saved[WEIGHT] == ORIGINAL else {ROWWISE: w_row, COLUMNWISE: w_col}[saved[WEIGHT]].payload

@@ -58,8 +58,10 @@ class GroupedCasts:
             return None
         return self._columns(x, layout, copies)[1]
 
-    def both(self, x: torch.Tensor, layout: Layout) -> tuple[QuantizedStorage, QuantizedStorage] | None:
+    def both(
+        self, x: torch.Tensor, layout: Layout, copies: RowMap | None = None
+    ) -> tuple[QuantizedStorage, QuantizedStorage] | None:
         """The rowwise and the columnwise payload from one read of x; None: this is not the way to make them."""
         if self._both is None or x.dtype != self._dtype or kernels.traced(x):
             return None
-        return self._both(x, layout)
+        return self._both(x, layout, copies)

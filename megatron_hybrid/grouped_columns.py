@@ -92,11 +92,12 @@ class GroupCast:
     def __call__(self, x: torch.Tensor, layout: Layout, copies: RowMap | None = None):
         """(rowwise payload or None, columnwise payload spread out by `layout`) of x (T, K).
 
-        copies: as `row_scaled_columns`'s, without rows.
+        copies: as `row_scaled_columns`'s; the rows are of all T too.
         """
         x, where, device = as_rows(x), layout.blocks, x.device
-        (T, K), rows, memory, of_columns, of_rows = x.shape, None, None, 0, 0
-        groups = kernels.groups_of(where, T if copies is None else copies.num_rows, copies)
+        T, K = x.shape if copies is None else (copies.num_rows, x.shape[1])
+        rows, memory, of_columns, of_rows = None, None, 0, 0
+        groups = kernels.groups_of(where, T, copies)
         if self._whole_rows or self._whole_columns:
             memory, of_columns, of_rows = kernels.amax_groups(x, groups, rows=self._whole_rows)
         by_row = None

@@ -19,6 +19,7 @@ class Groups:
     splits: rows of each group, a list or an int tensor (E,), on the CPU or where the tensor is. rows: T. device: of the
     tensor. Raises ``ValueError`` for sizes on another device, and when the sizes are known to the host and are not E
     non-negative numbers that add up to T; sizes on a GPU are not read, and must.
+    host: the same sizes, where the host has a copy of those on a GPU.
 
     copies: a linear's x is (N, K), tokens whose copies the T rows are. sums: its y is (N, K'), of every token the sum of
     its rows.
@@ -27,12 +28,14 @@ class Groups:
     copies: RowMap | None = None
     sums: RowMap | None = None
 
-    def __init__(self, splits, num: int, rows: int, device: torch.device):
+    def __init__(self, splits, num: int, rows: int, device: torch.device, host: list[int] | None = None):
         if isinstance(splits, torch.Tensor) and (splits.dtype.is_floating_point or splits.dtype == torch.bool):
             raise ValueError(f"m_splits of {splits.dtype}: expected a list of ints or an int32 or int64 tensor")
         on_device = isinstance(splits, torch.Tensor) and splits.device.type != "cpu"
         self.num, self.rows, self.device = num, rows, device
-        self._host = None if on_device else splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
+        self._host = host
+        if not on_device:
+            self._host = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
         self._device = splits if on_device else None
         self._layouts: dict[int, Layout] = {}
         if on_device and (splits.device.type != device.type or device.index not in (None, splits.device.index)):

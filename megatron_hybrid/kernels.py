@@ -215,7 +215,7 @@ def cast_groups(x: torch.Tensor, row: tuple | None, col: tuple, groups: tuple) -
 
     FP8 with FP32 scales of 128 elements, or of whole rows and columns, whose amaxes are float32 (rows, 1) and (E, K) then.
     row, col: described before as `Side.arguments` describes them. col: stored (K, 128 * blocks), whole blocks, codes 0 where
-    one has no row; scales (blocks, K) or (E, K); transposed. groups: what `groups_of` gives; of copies without `row`.
+    one has no row; scales (blocks, K) or (E, K); transposed. groups: what `groups_of` gives.
     """
     extension(x.device.type).quantize_pair(row, col, *_matrix(x), False, 0, 0, 0, 0, 0, *_where(x), groups=groups)
 

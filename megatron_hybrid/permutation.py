@@ -25,6 +25,8 @@ class RowMap:
     the rows of token t are rows[starts[t] : starts[t + 1]], by expert.
     """
 
+    repeats = True  # whether a row may have more than one copy
+
     choice: torch.Tensor
     starts: torch.Tensor
     rows: torch.Tensor
@@ -70,6 +72,66 @@ class RowMap:
             where = self.choice, self.starts, self.rows, self.num_experts
             return permute.copies(as_rows(x), *where, as_rows(beside))
         return self.expand(x), self.expand(beside)
+
+    def sum(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        """(N, W): of every token the sum of its rows of x (T, W), each times its weight (T,)."""
+        x = as_rows(x)
+        if _has_triton(x) and x.dtype in _SUMMED:
+            from .ops_triton import permute
+
+            return permute.sums(x, self.starts, self.rows, weights)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x_wide = x.to(wide) if weights is None else x.to(wide) * weights.to(wide).unsqueeze(1)
+        out = torch.zeros(self.num_tokens + 1, x.shape[1], dtype=wide, device=x.device)  # the last for rows of no token
+        return out.index_add_(0, self.tokens % (self.num_tokens + 1), x_wide)[:-1].to(x.dtype)
+
+
+class RowOrder(RowMap):
+    """T rows in another order, each of them once: row choice[i] stands at place i, and row t at place rows[t].
+
+    Nothing is added: `sum` is `expand` back.
+    """
+
+    repeats = False
+
+    def __init__(self, choice: torch.Tensor, rows: torch.Tensor):
+        super().__init__(choice, None, rows, 1)
+
+    @classmethod
+    def by_expert(cls, counts: torch.Tensor, first: int, num: int, num_rows: int) -> tuple[RowOrder, torch.Tensor]:
+        """The order by expert, then by the rank that sent them, of rows that have come by rank, then by expert; and
+        how many each expert has, (num,) as counts are.
+
+        counts: int (R, E) on the device, rows that each rank sends to each expert. Here are `num` experts from `first`
+        on, with num_rows rows in all.
+        """
+        if _has_triton(counts):
+            from .ops_triton import permute
+
+            choice, rows, sizes = permute.chunks_by_expert(counts, first, num, num_rows)
+            return cls(choice, rows), sizes
+        here = counts[:, first : first + num]
+        order = torch.arange(here.numel(), device=counts.device).view(-1, num).T.reshape(-1)
+        choice = chunk_sources(here.reshape(-1), order, num_rows)
+        return cls(choice, inverse(choice)), here.sum(dim=0)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows.shape[0]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """int64 (T,): the row that stands at each place."""
+        return self.choice.long()
+
+    def expand(self, x: torch.Tensor) -> torch.Tensor:
+        return gather_rows(x, self.choice)
+
+    def expand_both(self, x: torch.Tensor, beside: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.expand(x), self.expand(beside)
+
+    def sum(self, x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
+        return gather_rows(x, self.rows, 1, None if weights is None else weights[self.rows.long()])
 
 
 def _index(routed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
@@ -136,19 +198,6 @@ def gather_rows(x: torch.Tensor, choice: torch.Tensor, num: int = 1, weights: to
     return torch.where((choice >= 0).unsqueeze(1), out, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def sum_rows(x: torch.Tensor, where: RowMap, weights: torch.Tensor | None = None) -> torch.Tensor:
-    """(N, W): of every token the sum of its rows of x (T, W), each times its weight (T,)."""
-    x = as_rows(x)
-    if _has_triton(x) and x.dtype in _SUMMED:
-        from .ops_triton import permute
-
-        return permute.sums(x, where.starts, where.rows, weights)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    x_wide = x.to(wide) if weights is None else x.to(wide) * weights.to(wide).unsqueeze(1)
-    out = torch.zeros(where.num_tokens + 1, x.shape[1], dtype=wide, device=x.device)  # the last for rows of no token
-    return out.index_add_(0, where.tokens % (where.num_tokens + 1), x_wide)[:-1].to(x.dtype)
-
-
 def _row_dots(x: torch.Tensor, y: torch.Tensor, where: RowMap) -> torch.Tensor:
     """(T,): of every row of y (T, W) the product with its token's row of x (N, W), in FP32 or wider."""
     if _has_triton(y) and y.dtype in _SUMMED:
@@ -172,7 +221,7 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return sum_rows(dy, ctx.where), None
+        return ctx.where.sum(dy), None
 
 
 class _Sum(torch.autograd.Function):
@@ -180,7 +229,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx, x, where: RowMap, weights):
         ctx.where = where
         ctx.save_for_backward(*(() if weights is None else (x, weights)))
-        return sum_rows(x, where, weights)
+        return where.sum(x, weights)
 
     @staticmethod
     @once_differentiable

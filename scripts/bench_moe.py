@@ -6,13 +6,14 @@
 Megatron's router, permutation and unpermutation over our experts, on one rank: with --experts N the rank holds N of the
 model's experts and its tokens go to those alone, as many to each as in a run where the experts are spread over ranks.
 With --expert-parallel they are spread: every rank has tokens of its own and its share of the model's experts (or N), and
-tokens travel by Megatron's all-to-all, in bf16 or (--dispatch quantized) as codes and scales. A rank waits there for the
+tokens travel by all-to-all, in bf16 or (--dispatch quantized) as codes and scales. A rank waits there for the
 sizes of its groups, and the device for the host behind it. Times are the slowest rank's. All-to-alls are counted in steps
 of their own: bytes that leave a rank, us until the others' are there, the wait for them included.
 
 Weights quantized before (their cache is kept), and cast in every step with --cast-weights. All recipes take turns in
 every round. Permutation and SwiGLU are our kernels; --plain leaves Megatron's. --profile prints the share of casts and
-GEMMs and the kernels of a step, longest first. Without a GPU it runs on the CPU, for trying the script: give small sizes.
+GEMMs and the kernels of a step, longest first. Without a GPU it runs on the CPU, for trying the script: give small sizes; it
+counts torch operations of a step there. All layers share one set of weights, and gradients go when a step ends.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import yaml
 from bench_common import median, write_result
 from bench_grouped import DEVICE, ON_GPU, Subject, profile, run_ahead, timed
 from bench_ranks import AllToAlls, of_ranks, slowest, start_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hybrid.explain import Table
 from megatron_hybrid.patches import cpu_device
@@ -54,6 +56,7 @@ RECIPES = ["bf16", "fp8_rowwise", "fp8_block", "nvfp4_rowscaled_fprop_mxfp8_bwd"
 GOAL, GOAL_TOKENS = 1.15, 16384  # FP8 recipes, weights quantized before; never slower from 1024 tokens up
 DATA_SETS = 2
 HIGH_PRECISION = "high_precision"
+MOST_AT_ONCE = 2**26  # elements of a gradient, compared in FP32
 
 
 def parse_args() -> argparse.Namespace:
@@ -104,6 +107,7 @@ def config(path: str, args) -> TransformerConfig:
         moe_router_pre_softmax=flags.get("moe-router-pre-softmax", False),
         moe_shared_expert_intermediate_size=flags.get("moe-shared-expert-intermediate-size"),
         moe_router_load_balancing_type="none", moe_grouped_gemm=True, moe_token_dispatcher_type=args.dispatcher,
+        moe_permute_fusion=not args.plain,
         bf16=True, params_dtype=torch.bfloat16, normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu,
         add_bias_linear=False, bias_activation_fusion=ON_GPU, init_method_std=0.02,
     )  # fmt: skip
@@ -127,7 +131,8 @@ def variants(args) -> list[tuple[str, Recipe, str]]:
     return found
 
 
-def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bool, plain: bool) -> Subject:
+def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bool, plain: bool, like: list) -> Subject:
+    """like: parameters whose memory this layer's, of the same values, take; empty: it is filled with them."""
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
     cfg.quant_recipe = carry(recipe)
@@ -136,6 +141,9 @@ def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bo
     parts.prepare(cfg)
     layer = layer_spec(cfg, experts=True, parts=parts).submodules.mlp(config=cfg, pg_collection=groups).to(DEVICE)
     layer.set_layer_number(1)
+    like[:] = like or layer.parameters()
+    for mine, held in zip(layer.parameters(), like, strict=True):
+        mine.data = held.data
     for path, module in layer.named_modules():
         if hasattr(module, "finish_init"):
             module.hq_layer = 1
@@ -151,14 +159,15 @@ def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bo
     parameters = list(layer.parameters())  # found once: host time is the layer's
 
     def run(x, dy):
-        for p in parameters:
-            p.grad = None
         if cast_weights and controller is not None:
             controller.invalidate()
         x = x.detach().requires_grad_()
         y, _ = layer(x)
         y.backward(dy)
-        return y.detach(), x.grad, layer.experts.linear_fc1.weight.grad
+        found = y.detach(), x.grad, layer.experts.linear_fc1.weight.grad
+        for p in parameters:
+            p.grad = None
+        return found
 
     how = layer.experts.linear_fc1.hq.how(layer.experts.linear_fc1.weight)
     return Subject(name, run, str(how))
@@ -176,8 +185,39 @@ def all_to_alls(subject: Subject, data, rounds: int) -> dict:
     return {"calls": max(calls), "bytes": max(moved), "us": median(us)}
 
 
+class Operations(TorchDispatchMode):
+    """Counts torch operations of this thread, views included."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **kwargs or {})
+
+
+def operations(subject: Subject, data) -> int | None:
+    """Of a step; None on a GPU, whose backward runs in another thread."""
+    if ON_GPU:
+        return None
+    with Operations() as found:
+        subject.run(*data[0])
+    return found.count
+
+
 def relative(found, expected) -> float:
-    return max(float((f.float() - e.float()).norm() / e.float().norm()) for f, e in zip(found, expected))
+    """The largest relative error of a tensor, in FP32."""
+
+    def norm(parts) -> float:
+        return float(torch.stack([part.norm() for part in parts]).norm())
+
+    errors = []
+    for pair in zip(found, expected):
+        ours, theirs = (t.flatten().split(MOST_AT_ONCE) for t in pair)
+        error = norm(f.float() - e.float() for f, e in zip(ours, theirs))
+        errors.append(error / norm(e.float() for e in theirs))
+    return max(errors)
 
 
 def bench(path: str, tokens: int, args) -> list[dict]:
@@ -186,7 +226,8 @@ def bench(path: str, tokens: int, args) -> list[dict]:
     shape = (tokens, 1, cfg.hidden_size)
     data = [tuple(torch.randn(shape, generator=g, device=DEVICE).bfloat16() for _ in range(2)) for _ in range(DATA_SETS)]
     what = variants(args)
-    subjects = [build(cfg, *named, cast_weights=args.cast_weights, plain=args.plain) for *named, _ in what]
+    how, held = dict(cast_weights=args.cast_weights, plain=args.plain), []
+    subjects = [build(cfg, *named, **how, like=held) for *named, _ in what]
     reference = subjects[0].run(*data[0])
     off = [of_ranks(relative(s.run(*data[0]), reference)) for s in subjects]
     ready = run_ahead if ranks == 1 else dist.barrier
@@ -200,6 +241,7 @@ def bench(path: str, tokens: int, args) -> list[dict]:
         if ranks > 1:
             row |= {"recipe": recipe.name, "dispatch": how, "experts_of_layer": cfg.num_moe_experts, "off_by_rank": errors,
                     "all_to_all": all_to_alls(subject, data, args.repeat)}  # fmt: skip
+        row["operations"] = operations(subject, data)
         if args.profile and ON_GPU:
             row["profile"] = profile(subject, data)
         rows.append(row)
@@ -217,6 +259,7 @@ COLUMNS = {
     "host us": lambda r: f"{r['host_us']:.0f}",
     "off": lambda r: f"{r['off']:.3f}",
 }
+ON_CPU = {"operations": lambda r: str(r["operations"])}
 OF_RANKS = {  # where there are several
     "all-to-all MB": lambda r: f"{r['all_to_all']['bytes'] / 1e6:.3f}",
     "all-to-all us": lambda r: f"{r['all_to_all']['us']:.0f}",
@@ -226,7 +269,7 @@ OF_RANKS = {  # where there are several
 
 
 def show(rows: list[dict], ranks: int) -> None:
-    columns, said = COLUMNS, f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}"
+    columns, said = COLUMNS if ON_GPU else COLUMNS | ON_CPU, f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}"
     if ranks > 1:
         columns, held = columns | OF_RANKS, rows[0]["experts"]
         each = ", ".join(f"{rank * held} to {(rank + 1) * held - 1}" for rank in range(ranks))

@@ -74,7 +74,7 @@ PARTS = (
     bench("tp", "tensor-parallel linears", "bench_tp.py --graphs", 120, gpus=2),
     bench("tp_caller", "the same, backward in the caller's thread", "bench_tp.py --main-thread", 90, gpus=2),
     bench("moe_ep", "experts spread over two GPUs",
-          "bench_moe.py --expert-parallel 2 --dispatch high_precision quantized", 240, gpus=2),
+          "bench_moe.py --expert-parallel 2 --experts 64 --dispatch high_precision quantized", 240, gpus=2),
     Part("training", "a GPT over NCCL, with CUDA graphs and without",
          "{python} scripts/bench_training.py --graphs --json {json} {commit}", 400, gpus=2),
     Part("nccl_4", "checks over NCCL, four ranks, on any number of GPUs", f"{NCCL_CHECKS} 4", 800),

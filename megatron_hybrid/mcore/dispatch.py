@@ -12,19 +12,19 @@ from collections import Counter
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
 from megatron.core.tensor_parallel import all_to_all
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
 from ..grouped_at_once import why_not
 from ..linear import LOCAL, LinearCall
-from ..permutation import chunk_sources, gather_rows, inverse
+from ..permutation import RowOrder, chunk_sources, gather_rows, inverse, permute_probs
 from ..plan import INPUT, GemmPlan, PlanError
 from ..recipe import QUANTIZED
 from ..storage import QuantizedStorage
 from ..tensor import HybridTensor, payload
 from .errors import UserError
+from .expert_parallel import AcrossRanks, exchange
 from .experts import HybridGroupedMLP
 from .moe_layer import OneRank
 
@@ -52,10 +52,15 @@ def adopt(model: list) -> list:
     for chunk in model:
         for layer in chunk.modules():
             if isinstance(layer, MoELayer) and isinstance(layer.experts, HybridGroupedMLP):
-                on_one = isinstance(layer.token_dispatcher, OneRank)
-                cls = QuantizedOnOneRank if on_one else QuantizedDispatcher
-                cls.adopt(layer.token_dispatcher, layer.experts.linear_fc1, layer.attn_tp_group)
+                _class_for(layer.token_dispatcher).adopt(
+                    layer.token_dispatcher, layer.experts.linear_fc1, layer.attn_tp_group
+                )
     return model
+
+
+def _class_for(dispatcher) -> type[QuantizedDispatcher]:
+    ours = {OneRank: QuantizedOnOneRank, AcrossRanks: QuantizedAcrossRanks}
+    return next((cls for kind, cls in ours.items() if isinstance(dispatcher, kind)), QuantizedDispatcher)
 
 
 def check(plans: list[GemmPlan], shape: tuple[int, int]) -> None:
@@ -109,19 +114,22 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
         Tokens are those of a microbatch of all replicas, one after another. A slot counts the experts of lower number
         that its token goes to.
         """
-        chosen, token = self.routing_map, self.reversed_local_input_permutation_mapping
-        if self.config.moe_permute_fusion:
-            token = token.tokens
-        row = torch.arange(rows, device=token.device)
-        if self.drop_and_pad:
-            expert = row // self.capacity
-        else:
-            expert = torch.searchsorted(chosen.sum(dim=0).cumsum(dim=0), row, right=True)
+        chosen, (token, expert) = self.routing_map, self._sent(rows)
         slot = (chosen.cumsum(dim=1) - chosen.long())[token, expert]
         num_tokens, keys = chosen.shape[0], self.linear.hq[0].keys
         part, parts = (self.attention_tp.rank(), self.attention_tp.size()) if self.config.sequence_parallel else (0, 1)
         first = (keys.replica * parts + part) * num_tokens
         return (first + token) * self.config.moe_router_topk + slot
+
+    def _sent(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """int64 (rows,) each: token and expert of every row that this rank sends."""
+        token = self.reversed_local_input_permutation_mapping
+        if self.config.moe_permute_fusion:
+            token = token.tokens
+        row = torch.arange(rows, device=token.device)
+        if self.drop_and_pad:
+            return token, row // self.capacity
+        return token, torch.searchsorted(self.routing_map.sum(dim=0).cumsum(dim=0), row, right=True)
 
     def dispatch_postprocess(self, global_input_tokens, global_probs):
         """Sorted by expert: tokens, rows of each expert, probabilities."""
@@ -144,20 +152,61 @@ class QuantizedOnOneRank(OneRank, QuantizedDispatcher):
     """Nothing travels, but casts and random bits are those of other numbers of ranks."""
 
 
+class QuantizedAcrossRanks(AcrossRanks, QuantizedDispatcher):
+    """A token is cast once for all of its experts, unless its copies draw random bits of their own; rows are taken from what
+    came sorted by expert."""
+
+    def dispatch_preprocess(self, hidden_states, routing_map, probs):
+        """Tokens (N, H), probabilities (t,) of their rows."""
+        tokens = self.find_rows(hidden_states, routing_map)
+        return tokens, permute_probs(probs, self.where)
+
+    def token_dispatch(self, tokens, probs):
+        """Tokens (N, H) and probabilities (t,) -> `HybridTensor` (T, H) by expert, probabilities (T,) as they come."""
+        return _DispatchTokens.apply(tokens, probs, self._call(tokens), self)
+
+    def dispatch_postprocess(self, rows, probs):
+        """Rows (T, H) and probabilities (T,) by expert, rows of each expert."""
+        order, groups, self.order, self.groups = self.order, self.groups, None, None
+        return rows, groups.between(sums=order), probs if order is None else permute_probs(probs, order)
+
+    def _sent(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        choice, experts = self.where.choice.long(), self.where.num_experts
+        return choice // experts, choice % experts
+
+    def source_rows(self, rows: int) -> torch.Tensor:
+        return super().source_rows(self.where.num_rows)
+
+    def rows_to_send(self, tokens: torch.Tensor, call: LinearCall) -> tuple[torch.Tensor, QuantizedStorage]:
+        """`pack`ed rows (t, bytes), and a payload like theirs."""
+        if call.plan.quantizers[INPUT].rowwise.sr:
+            row, _ = call.quantize(INPUT, self.where.expand(tokens), rowwise=True)
+            return pack(row), row
+        row, _ = call.quantize(INPUT, tokens, rowwise=True)
+        return self.where.expand(pack(row)), row
+
+    def received(self, packed: torch.Tensor, like: QuantizedStorage) -> tuple[QuantizedStorage, RowOrder | None]:
+        """The payload (T, H) by expert of `pack`ed rows as they came, and their order."""
+        self.order, self.groups = self.groups_here(packed.device)
+        return unpack(packed, like, self.order), self.order
+
+
 def pack(s: QuantizedStorage) -> torch.Tensor:
     """A rowwise payload's rows, codes and scales side by side: uint8 (M, bytes a row)."""
     return torch.cat([t.contiguous().view(torch.uint8) for t in s.buffers().values()], dim=1)
 
 
-def unpack(packed: torch.Tensor, like: QuantizedStorage) -> QuantizedStorage:
-    """The payload of packed rows; `like` gives format, columns and layout."""
+def unpack(packed: torch.Tensor, like: QuantizedStorage, order: RowOrder | None = None) -> QuantizedStorage:
+    """The payload of packed rows, in this order; `like` gives format, columns and layout."""
     made = QuantizedStorage.empty(
         like.format, like.direction, (packed.shape[0], like.shape[1]), like.dtype, "meta", transposed=like.transposed
     )
     buffers, start = {}, 0
     for name, t in made.buffers().items():
         width = t.shape[1] * t.element_size()
-        buffers[name] = packed[:, start : start + width].clone(memory_format=torch.contiguous_format).view(t.dtype)
+        part = packed[:, start : start + width]
+        part = part.clone(memory_format=torch.contiguous_format) if order is None else order.expand(part)
+        buffers[name] = part.view(t.dtype)
         start += width
     return made.with_buffers(buffers)
 
@@ -172,24 +221,36 @@ class _Dispatch(torch.autograd.Function):
         packed = pack(row)
         sent[QUANTIZED] += packed.nbytes
         sent["high_precision"] += x.nbytes
-        received = _exchange(packed, group, *splits)
+        received = exchange(packed, group, *splits)
         row = row if received is packed else unpack(received, row)
         return HybridTensor.from_storages(row, None, row.shape, x.dtype, call.plan.quantizers[INPUT])
 
     @staticmethod
     def backward(ctx, dy):
         received, sent = ctx.splits
-        return _exchange(dy.contiguous(), ctx.group, sent, received), None, None, None, None
+        return exchange(dy.contiguous(), ctx.group, sent, received), None, None, None, None
 
 
-def _exchange(x: torch.Tensor, group, received, sent) -> torch.Tensor:
-    """All-to-all of rows; `received`, `sent`: how many from and to each rank, None for the same everywhere."""
-    if group.size() == 1:
-        return x
-    rows = x.shape[0] if received is None else sum(received)
-    out = x.new_empty(rows, x.shape[1])
-    dist.all_to_all_single(out, x, output_split_sizes=received, input_split_sizes=sent, group=group)
-    return out
+class _DispatchTokens(torch.autograd.Function):
+    """Cast tokens, and all-to-all of their rows' bytes and probabilities; gradients travel back as they are."""
+
+    @staticmethod
+    def forward(ctx, tokens, probs, call: LinearCall, to: QuantizedAcrossRanks):
+        packed, row = to.rows_to_send(tokens, call)
+        to.sent[QUANTIZED] += packed.nbytes
+        to.sent["high_precision"] += packed.shape[0] * tokens.shape[1] * tokens.element_size()
+        to.wait_for_counts()
+        came, probs = (exchange(t, to.ep_group, *to.splits) for t in (packed, probs))
+        row, order = to.received(came, row)
+        ctx.where, ctx.order, ctx.group, ctx.splits = to.where, order, to.ep_group, to.splits
+        return HybridTensor.from_storages(row, None, row.shape, tokens.dtype, call.plan.quantizers[INPUT]), probs
+
+    @staticmethod
+    def backward(ctx, dx, dprobs):
+        received, sent = ctx.splits
+        dx = dx if ctx.order is None else ctx.order.sum(dx)
+        dx, dprobs = (exchange(t, ctx.group, sent, received) for t in (dx, dprobs))
+        return ctx.where.sum(dx), dprobs, None, None
 
 
 class _Sort(torch.autograd.Function):

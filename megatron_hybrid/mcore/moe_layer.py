@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDisp
 
 from ..groups import Groups
 from ..permutation import RowMap
+from .expert_parallel import AcrossRanks
 from .experts import HybridGroupedMLP
 
 
@@ -106,15 +107,27 @@ class HybridMoELayer(MoELayer):
         super().__init__(*args, **kwargs)
         dispatcher = self.token_dispatcher
         takes_sizes = isinstance(self.experts, HybridGroupedMLP)
-        if takes_sizes and dispatcher.ep_size == 1 and self.config.moe_expert_capacity_factor is None:
-            dispatcher.__class__ = self._on_one_rank(dispatcher)
+        if takes_sizes and self.config.moe_expert_capacity_factor is None:
+            choose = self._on_one_rank if dispatcher.ep_size == 1 else self._across_ranks
+            dispatcher.__class__ = choose(dispatcher)
+
+    def _linears_take_maps(self) -> bool:
+        """Whether nothing between tokens and experts needs a row where its expert is."""
+        config = self.config
+        return config.moe_permute_fusion and not (
+            config.add_bias_linear or config.moe_apply_probs_on_input or config.moe_shared_expert_overlap
+        )
+
+    def _across_ranks(self, dispatcher) -> type:
+        """The class to take for a dispatcher whose experts are on several ranks."""
+        config = self.config
+        others = config.moe_router_padding_for_quantization or config.overlap_moe_expert_parallel_comm
+        found = type(dispatcher) is MoEAlltoAllTokenDispatcher and dispatcher.tp_size == 1
+        return AcrossRanks if found and not others and self._linears_take_maps() else type(dispatcher)
 
     def _on_one_rank(self, dispatcher) -> type:
         """The class to take for a dispatcher where every expert is here."""
-        config = self.config
-        stay = config.moe_permute_fusion and not (
-            config.add_bias_linear or config.moe_apply_probs_on_input or config.moe_shared_expert_overlap
-        )
+        stay = self._linears_take_maps()
         kinds = {MoEAllGatherTokenDispatcher: TokensStayAllGather if stay else OneRankAllGather}
         if dispatcher.tp_size == 1:
             kinds[MoEAlltoAllTokenDispatcher] = TokensStayAllToAll if stay else OneRankAllToAll

@@ -18,6 +18,8 @@ _ROWS, _BLOCK, _AT_ONCE = 4, 2048, 8  # rows and columns of a program that copie
 _LEAST, _LONG = 512, 512  # elements of a program, bytes of a row
 _BESIDE, _CLEARED = 256, 64  # columns of what is copied beside; rows of a program that looks for those without a choice
 _TILE = 2048  # of a routing map, a program
+_WORD = torch.int32
+_PARTS = 4  # programs for the rows that a rank sends to an expert
 
 
 @triton.jit(do_not_specialize=["N", "T"])  # they follow the number of tokens
@@ -31,6 +33,27 @@ def _index(routed, at, starts, choice, rows, N, T, E, TOKENS: tl.constexpr, EXPE
     slot = tl.load(starts + t, mask=t < N, other=0)[:, None] + tl.cumsum(chosen.to(tl.int32), axis=1) - 1
     tl.store(choice + row, t[:, None] * E + e[None, :], mask=chosen & (row < T))
     tl.store(rows + slot, tl.where(row < T, row, -1), mask=chosen & (slot < T))
+
+
+@triton.jit
+def _chunks(
+    counts, choice, rows, sizes, stride, first, num, RANKS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """A program, or one of several, for the rows that one rank sends to one of `num` experts."""
+    rank, expert = tl.program_id(0) // num, tl.program_id(0) % num
+    chunk = tl.arange(0, CHUNKS)
+    r, e = chunk // num, chunk % num
+    n = tl.load(counts + r * stride + first + e, mask=r < RANKS, other=0).to(tl.int32)
+    here = tl.sum(tl.where(chunk == tl.program_id(0), n, 0), axis=0)
+    came = tl.sum(tl.where(chunk < tl.program_id(0), n, 0), axis=0)
+    stands = tl.sum(tl.where((e < expert) | ((e == expert) & (r < rank)), n, 0), axis=0)
+    if (rank == 0) & (tl.program_id(1) == 0):
+        size = tl.sum(tl.where(e == expert, n, 0), axis=0)
+        tl.store(sizes + expert, size.to(sizes.dtype.element_ty))
+    for start in range(tl.program_id(1) * BLOCK, here, tl.num_programs(1) * BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(choice + stands + i, came + i, mask=i < here)
+        tl.store(rows + came + i, stands + i, mask=i < here)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -152,17 +175,34 @@ def index(routed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tens
     return choice, starts, rows
 
 
+def chunks_by_expert(
+    counts: torch.Tensor, first: int, num: int, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(choice (T,), rows (T,), both int32, sizes (num,)): `permutation.RowOrder.by_expert` of T = num_rows rows."""
+    ranks, device = counts.shape[0], counts.device
+    choice, rows = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
+    sizes = torch.empty(num, dtype=counts.dtype, device=device)
+    with on_device(counts):
+        _chunks[ranks * num, _PARTS](
+            counts, choice, rows, sizes, counts.stride(0), first, num,
+            RANKS=ranks, CHUNKS=power_of_2(ranks * num), BLOCK=256,
+        )  # fmt: skip
+    return choice, rows, sizes
+
+
 def gather(x: torch.Tensor, choice: torch.Tensor, num: int = 1, weights: torch.Tensor | None = None) -> torch.Tensor:
     """(T, W): row choice // num of x (N, W) for every choice, times weights (T,); zeros where the choice is -1."""
-    T, W = choice.shape[0], x.shape[1]
-    out = torch.empty(T, W, dtype=x.dtype, device=x.device)
-    block = min(_BLOCK, power_of_2(max(W, 1)))
-    rows = max(_ROWS, _LEAST // block)
+    T = choice.shape[0]
+    out = torch.empty(T, x.shape[1], dtype=x.dtype, device=x.device)
     if out.numel():
         weighted = weights is not None
+        source, to = _words(x, out)
+        W = to.shape[1]
+        block = min(_BLOCK, power_of_2(W))
+        rows = max(_ROWS, _LEAST // block)
         with on_device(x):
             _gather[cdiv(T, rows), cdiv(W, block)](
-                _words(x), choice, weights if weighted else choice, _words(out), x.stride(0), T, W, num,
+                source, choice, weights if weighted else choice, to, source.stride(0), T, W, num,
                 WEIGHTED=weighted, ROWS=rows, BLOCK=block,
             )  # fmt: skip
     return out
@@ -189,14 +229,17 @@ def copies(x, choice: torch.Tensor, starts: torch.Tensor, rows: torch.Tensor, nu
         return made if beside is None else (made, gather(beside, choice, num))
     if beside is not None and not 0 < beside.shape[1] <= _BESIDE:
         return copies(x, choice, starts, rows, num), copies(beside, choice, starts, rows, num)
-    out, block = torch.empty((T, W), dtype=x.dtype, device=x.device), min(_BLOCK, power_of_2(W))
+    out = torch.empty((T, W), dtype=x.dtype, device=x.device)
+    source, to = _words(x, out)
+    W = to.shape[1]
+    block = min(_BLOCK, power_of_2(W))
     other, out_beside, wide = x, out, 0
     if beside is not None:
         wide = beside.shape[1]
         other, out_beside = beside, torch.empty((T, wide), dtype=beside.dtype, device=x.device)
     with on_device(x):
         _copy[N + cdiv(T, _CLEARED), cdiv(W, block)](
-            _words(x), starts, rows, choice, _words(out), _words(other), _words(out_beside), x.stride(0), other.stride(0),
+            source, starts, rows, choice, to, _bytes(other), _bytes(out_beside), source.stride(0), other.stride(0),
             N, T, W, wide, AT_ONCE=_AT_ONCE, BLOCK=block, BESIDE=power_of_2(wide) if wide else 0, CLEARED=_CLEARED,
         )  # fmt: skip
     return out if beside is None else (out, out_beside)
@@ -237,6 +280,16 @@ def scale_rows(y: torch.Tensor, by_row: torch.Tensor, by_col: torch.Tensor, grou
     return y
 
 
-def _words(x: torch.Tensor) -> torch.Tensor:
-    """FP8 as bytes: they are copied, not computed with."""
+def _words(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of bytes, and where they are copied, as words where they are made of those: they are not computed with."""
+    if x.element_size() > 1:
+        return x, out
+    x, out = _bytes(x), _bytes(out)
+    if (x.shape[1] | x.stride(0) | x.storage_offset()) % _WORD.itemsize:
+        return x, out
+    return x.view(_WORD), out.view(_WORD)
+
+
+def _bytes(x: torch.Tensor) -> torch.Tensor:
+    """FP8 as bytes."""
     return x.view(torch.uint8) if x.element_size() == 1 else x

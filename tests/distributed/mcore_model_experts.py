@@ -567,7 +567,7 @@ def check_random_bits_of_dispatched_tokens_follow_their_source():
     _, tokens, _, _ = dispatched(after, ep=2)
     dispatcher, hq = moe_layers(model)[0].token_dispatcher, moe_layers(model)[0].experts.linear_fc1.hq[0]
     ids = dispatcher.source_rows(sum(dispatcher.input_splits)).unsqueeze(1)
-    came = dispatch._exchange(ids, dispatcher.ep_group, dispatcher.output_splits, dispatcher.input_splits)
+    came = dispatch.exchange(ids, dispatcher.ep_group, dispatcher.output_splits, dispatcher.input_splits)
     came = came[dispatcher._order(len(came), came.device), 0]
     key = hq.keys.rng_of_rows(hq.role, "input", tokens.device, came)
     expected = hq.plan_for(tokens.device).quantize("input", tokens, rowwise=True, rng=key)[0]

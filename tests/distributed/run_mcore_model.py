@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mcore_groups
+import mcore_model_across
 import mcore_model_experts
 import mcore_model_sizes
 import mcore_model_steps
@@ -426,7 +427,7 @@ def check_checkpoint_keys():
 
 def main() -> None:
     start()
-    parts = mcore_model_steps, mcore_model_experts, mcore_model_sizes
+    parts = mcore_model_steps, mcore_model_experts, mcore_model_sizes, mcore_model_across
     namespaces = globals(), *map(vars, parts)
     run_checks(*namespaces, leave_out={"check_column"})
     dist.destroy_process_group()

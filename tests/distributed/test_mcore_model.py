@@ -8,7 +8,7 @@ import pytest
 from checks import assert_passed, check_names, run_worker
 
 WORKER = Path(__file__).parent / "run_mcore_model.py"
-PARTS = (WORKER.with_name(f"mcore_model_{part}.py") for part in ("steps", "experts", "sizes"))
+PARTS = (WORKER.with_name(f"mcore_model_{part}.py") for part in ("steps", "experts", "sizes", "across"))
 CHECKS = check_names(WORKER, *PARTS, arguments="(?:recipe: str = MIXED)?")
 
 pytestmark = pytest.mark.dist

@@ -52,6 +52,7 @@ FULLY = "--dist-ckpt-optim-fully-reshardable"  # other layouts can only load the
 SAVED = ("--save-interval", str(MIDDLE))
 FEW = ("--num-experts", "3", "--micro-batch-size", "2")  # over four ranks, one of which has none
 SHARED = (*EP2, "--moe-shared-expert-intermediate-size", "96", "--moe-layer-freq", "[0,1]")
+IN_PLACE = ("--moe-permute-fusion", "--recompute-granularity", "selective")  # experts' linears read rows as they come
 CASES = [
     run("long_bf16", "--train-iters", str(LONG), ranks=1, recipe="bf16"),
     run("long", "--train-iters", str(LONG), "--save", "{folder}/long", "--save-interval", str(LONG // 2), ranks=1),
@@ -80,6 +81,12 @@ CASES = [
     run("recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe"),
     run("act_recomputed", *EP2, "--recompute-granularity", "selective", "--recompute-modules", "moe_act"),
     run("fused_permutation", *EP2, "--moe-permute-fusion"),
+    run("in_place", *EP2, *IN_PLACE, "--recompute-modules", "moe", recipe="{folder}/travelling.yaml"),
+    run("ep4_in_place", "--expert-model-parallel-size", "4", "--micro-batch-size", "2", *IN_PLACE, "--recompute-modules",
+        "moe_act", *from_ep2(), ranks=4),
+    run("tp2_ep2_in_place", *TP2, "--expert-tensor-parallel-size", "1", *EP2, "--moe-permute-fusion", *from_ep2()),
+    run("top1_in_place", *EP2, "--moe-router-topk", "1", "--moe-router-pre-softmax", "--moe-permute-fusion"),
+    run("shared_in_place", *SHARED, "--moe-permute-fusion", recipe="{folder}/mixed.yaml"),
     run("one_rank", ranks=1),
     run("tokens_stay", "--moe-permute-fusion", "--recompute-granularity", "selective", "--recompute-modules", "moe", ranks=1),
     run("hybrid", *EP2, *from_ep2(), "--hybrid-layer-pattern", "*E*E"),
@@ -132,6 +139,8 @@ def test_fifty_steps_are_finite_and_fall(runs, name):
         *((name, "ep2") for name in ("ep2_gathered", "recomputed", "act_recomputed", "travelling")),
         ("padded", "dropped"),
         ("fused_permutation", "ep2"),  # with two experts a token sums are rounded once either way
+        ("in_place", "ep2"),
+        *((f"{name}_in_place", name) for name in ("ep4", "tp2_ep2", "top1", "shared")),
         ("tokens_stay", "one_rank"),
         ("hybrid", "ep2"),  # Megatron's HybridModel of the same layers, from the GPT's checkpoint
     ],

@@ -398,22 +398,19 @@ def test_groups(emulated, name, dtype, K, copied):
     amax = torch.stack([p.float().abs().amax(0) if len(p) else torch.zeros(K) for p in parts])
     row_spec, column_spec = (module_spec(emulated, fmt, d, x.device) for d in DIRECTIONS)
     column = (column_spec, codes.data_ptr(), True, scale.data_ptr(), amax.data_ptr() if whole else 0, False, 0, 0)
-    row = row_codes = row_scale = None
-    if not copied:
-        row_codes, row_amax = torch.full((T, K), 0xAA, dtype=torch.uint8), x.float().abs().amax(1)
-        row_scale = torch.full((T, 1 if whole else -(-K // 128)), float("nan"))
-        row = (
-            row_spec, row_codes.data_ptr(), False, row_scale.data_ptr(), row_amax.data_ptr() if whole else 0, False, 0, 0,
-        )  # fmt: skip
+    row_codes, row_amax = torch.full((T, K), 0xAA, dtype=torch.uint8), rows.float().abs().amax(1)
+    row_scale = torch.full((T, 1 if whole else -(-K // 128)), float("nan"))
+    row = (
+        row_spec, row_codes.data_ptr(), False, row_scale.data_ptr(), row_amax.data_ptr() if whole else 0, False, 0, 0,
+    )  # fmt: skip
     by = (choice.data_ptr(), 3) if copied else (0, 1)
     groups = (ends.data_ptr(), blocks.data_ptr(), len(sizes), count, T, *by)
     emulated.quantize_pair(row, column, *kernels._matrix(x), False, 0, 0, 0, 0, 0, 0, 0, groups=groups)
     first = 0
-    found = [torch.zeros(len(sizes), K), None if copied else torch.zeros(T, 1)]
+    found = [torch.zeros(len(sizes), K), torch.zeros(T, 1)]
     emulated.group_amax(*kernels._matrix(x), groups, *(kernels._ptr(f) for f in found), 0, 0)
     torch.testing.assert_close(found[0], amax, rtol=0, atol=0, equal_nan=True)
-    if not copied:
-        torch.testing.assert_close(found[1].flatten(), x.float().abs().amax(1), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(found[1].flatten(), rows.float().abs().amax(1), rtol=0, atol=0, equal_nan=True)
     for group, part in enumerate(parts):
         num = -(-len(part) // 128)
         mine, blank = codes[:, first * 128 : (first + num) * 128], num * 128 - len(part)
@@ -425,13 +422,12 @@ def test_groups(emulated, name, dtype, K, copied):
         assert (mine[:, len(part) :] == 0).all() and mine[:, len(part) :].shape == (K, blank)
         first += num
     assert (codes[:, first * 128 :] == 0xAA).all()
-    if row is not None:
-        expected = cast(x, fmt, ROWWISE)
-        assert torch.equal(row_codes, expected.qdata) and torch.equal(row_scale, expected.scale.reshape(row_scale.shape))
+    expected = cast(rows.contiguous(), fmt, ROWWISE)
+    assert torch.equal(row_codes, expected.qdata) and torch.equal(row_scale, expected.scale.reshape(row_scale.shape))
 
 
 @pytest.mark.parametrize("name", ["fp8_block_e4m3", "fp8_rowwise_e4m3"])
-@pytest.mark.parametrize("copied, with_rows", [(False, True), (False, False), (True, False)])
+@pytest.mark.parametrize("copied, with_rows", [(False, True), (False, False), (True, False), (True, True)])
 def test_groups_as_grouped_linears_cast_them(emulated, monkeypatch, name, copied, with_rows):
     """`GroupCast` asks the kernels for what torch's operations and a cast by rows give."""
     fmt, sizes, K = parse_format(name), [5, 0, 300, 128, 1], 256
@@ -445,7 +441,7 @@ def test_groups_as_grouped_linears_cast_them(emulated, monkeypatch, name, copied
         expected = with_torch(x, fmt, layout, copies)
     else:
         expected = cast(layout.spread(x, copies), fmt, COLUMNWISE, transposed=True)
-    by_rows = cast(x, fmt, ROWWISE)
+    by_rows = cast(copies.expand(x) if copied else x, fmt, ROWWISE)
     monkeypatch.setattr(kernels, "extension", lambda device_type: emulated)
     kernels._spec.cache_clear()
     try:
@@ -457,7 +453,7 @@ def test_groups_as_grouped_linears_cast_them(emulated, monkeypatch, name, copied
         assert torch.equal(found, wanted)
     assert (rows is not None) == with_rows
     if with_rows:
-        assert rows.shape == tuple(x.shape)
+        assert rows.shape == by_rows.shape
         assert torch.equal(rows.qdata, by_rows.qdata) and torch.equal(rows.scale, by_rows.scale)
 
 

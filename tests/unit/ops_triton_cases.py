@@ -217,6 +217,20 @@ def check_row_maps(device):
                 assert a.dtype == torch.int32 and torch.equal(a, b), (tokens, experts, most, num_rows)
 
 
+def check_rows_by_expert_that_came_by_rank(device):
+    """Counts of other experts around; experts and ranks without rows, a chunk of more rows than a program takes at once."""
+    for ranks, num, first, most in [(2, 3, 2, 7), (1, 4, 0, 3), (5, 1, 1, 4), (3, 7, 4, 2), (2, 2, 0, 700), (2, 3, 0, 1)]:
+        g = torch.Generator().manual_seed(most)
+        counts = torch.randint(0, most, (ranks, first + num + 2), generator=g).to(device)
+        for dtype in (torch.int64, torch.int32):
+            total = int(counts[:, first : first + num].sum())
+            order, rows, sizes = permute.chunks_by_expert(counts.to(dtype), first, num, total)
+            expected, of_experts = permutation.RowOrder.by_expert(counts.cpu().to(dtype), first, num, total)
+            assert sizes.dtype == dtype and torch.equal(sizes.cpu(), of_experts)
+            assert order.dtype == rows.dtype == torch.int32
+            assert torch.equal(order.cpu(), expected.choice) and torch.equal(rows.cpu(), expected.rows)
+
+
 def check_copies_and_sums_of_rows(device):
     for (tokens, experts, most, exact), dtype in itertools.product(ROUTINGS, (BF16, FP32)):
         routed = routing(tokens, experts, most, seed=1, device=device, exact=exact)
@@ -252,6 +266,15 @@ def check_copies_and_sums_of_rows(device):
         within(permute.dots(x, y, choice, experts), products.sum(1), half_ulp(FP32), 42 * U32 * products.abs().sum(1))
 
 
+def one_copy(choice):
+    """What `permute.copies` takes of a choice among four rows."""
+    rows = [(choice == row).nonzero()[:, 0] for row in range(4)]
+    ends = torch.tensor([0, *(len(r) for r in rows)], device=choice.device).cumsum(0)
+    found = torch.full_like(choice, -1)
+    found[: int(ends[-1])] = torch.cat(rows).to(found)
+    return choice, ends.to(torch.int32), found
+
+
 def check_copies_of_any_rows(device):
     """Codes and scales as they are: bytes, FP8, integers, wide rows, one column, nothing."""
     choice = torch.tensor([3, -1, 0, 0, 2, 1, 3], dtype=torch.int32, device=device)
@@ -259,6 +282,13 @@ def check_copies_of_any_rows(device):
         x = torch.randint(0, 100, (4, width), generator=torch.Generator().manual_seed(1)).to(device).to(dtype)
         expected = torch.where((choice >= 0)[:, None], x.double()[choice.long()], 0)
         assert torch.equal(permute.gather(x, choice).double(), expected)
+        assert torch.equal(permute.copies(x, *one_copy(choice), 1).double(), expected)
+    packed = torch.randint(0, 256, (4, 2052), generator=torch.Generator().manual_seed(2)).to(device).to(torch.uint8)
+    for part in (packed[:, :2048], packed[:, 2048:], packed[:, 4:9], packed[1:, 8:1000]):  # of rows with scales beside codes
+        at = choice.clamp(max=len(part) - 1)
+        expected = torch.where((at >= 0)[:, None], part[at.long()], 0)
+        assert torch.equal(permute.gather(part, at), expected)
+        assert torch.equal(permute.copies(part, *one_copy(at), 1), expected)
     assert permute.gather(x[:, :0], choice).shape == (7, 0) and permute.gather(x, choice[:0]).shape == (0, 3)
 
 

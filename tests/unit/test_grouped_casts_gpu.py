@@ -52,9 +52,9 @@ def test_amaxes_of_groups(K, dtype):
     routed = routing(60, 4, 2, seed=1, device=CUDA)
     copies, tokens = permutation.RowMap.of(routed, 120), x[:60]
     where = layout_of(routed.sum(0), 120).blocks
-    found, _ = amaxes(tokens, where, 120, copies=copies)
-    expected, _ = amaxes(copies.expand(tokens), where, 120)
-    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+    of_copies = amaxes(tokens, where, 120, rows=True, copies=copies)
+    for found, expected in zip(of_copies, amaxes(copies.expand(tokens), where, 120, rows=True), strict=True):
+        assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
 def values():
@@ -88,13 +88,19 @@ def test_columns_of_groups(name):
 
 @pytest.mark.parametrize("name", COLUMNS)
 def test_columns_of_copies(name):
-    """Tokens read by a map give the bytes of their copies."""
+    """Tokens read by a map give the bytes of their copies, columns alone and with the rows beside them."""
     x, fmt = values()[0][:160], parse_format(name)
     routed = routing(len(x), 5, 2, seed=3, device=CUDA)  # none to the last
     copies = permutation.RowMap.of(routed, 2 * len(x))
     layout = layout_of(routed.sum(0), 2 * len(x))
     ends = layout.ends[-1]
-    found, expected = with_kernels(x, fmt, layout, copies), with_kernels(copies.expand(x), fmt, layout)
+    rows = copies.expand(x)
+    expected = with_kernels(rows, fmt, layout)
     scales = slice(None) if fmt.family == "fp8_rowwise" else slice(0, ends // 128)
-    assert torch.equal(found.scale[scales], expected.scale[scales])
-    assert torch.equal(found.qdata[:, :ends], expected.qdata[:, :ends])
+    both = [(f, *GroupCast(f, fmt)(x, layout, copies)) for f in map(parse_format, ("fp8_rowwise_e4m3", "fp8_block_e5m2"))]
+    for found in (with_kernels(x, fmt, layout, copies), *(col for _, _, col in both)):
+        assert torch.equal(found.scale[scales], expected.scale[scales])
+        assert torch.equal(found.qdata[:, :ends], expected.qdata[:, :ends])
+    for by_rows, row, _ in both:
+        alone = cast(rows, by_rows, "rowwise")
+        assert torch.equal(row.qdata, alone.qdata) and torch.equal(row.scale, alone.scale)

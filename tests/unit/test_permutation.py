@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from megatron_hybrid import patches
-from megatron_hybrid.permutation import RowMap, chunk_sources, gather_rows, permute, sort_chunks, unpermute
+from megatron_hybrid.permutation import (
+    RowMap,
+    RowOrder,
+    chunk_sources,
+    gather_rows,
+    permute,
+    permute_probs,
+    sort_chunks,
+    unpermute,
+)
 
 with patches.quiet_missing_te_warnings():
     from megatron.core.transformer.moe import moe_utils
@@ -150,6 +159,38 @@ def test_chunks_in_another_order(with_probs, device):
         assert torch.equal(a, b)
     assert sort_chunks(x[:0], sizes * 0, order).shape == (0, W)
     assert chunk_sources(sizes, order, 11).tolist() == [3, 4, 5, 6, 7, 9, 10, 0, 1, 2, 8]
+
+
+@DEVICES
+@pytest.mark.parametrize("counts", [[[3, 0, 5], [1, 0, 2]], [[0, 0, 0], [0, 4, 0]], [[0, 0, 0]], [[2, 1, 0]] * 5])
+@pytest.mark.parametrize("first", [0, 2])
+def test_rows_by_expert_that_came_by_rank(counts, first, device):
+    """The order of Megatron's sort of chunks, there and back, of any rows; and the experts' sizes."""
+    here = torch.tensor(counts)
+    everyone = torch.nn.functional.pad(here, (first, 4), value=9).to(device)
+    (ranks, num), rows = here.shape, int(here.sum())
+    order, sizes = RowOrder.by_expert(everyone, first, num, rows)
+    assert torch.equal(sizes.cpu(), here.sum(0)) and order.num_tokens == order.num_rows == rows
+    x, dy = (randn(rows, W, device=device, seed=s) for s in (1, 2))
+    weights = randn(rows, device=device, seed=3)
+    chunks = torch.arange(ranks * num).view(ranks, num).T.reshape(-1)
+    leaves, p = [x.clone().requires_grad_() for _ in range(3)], weights.clone().requires_grad_()
+    expected, by_weight = moe_utils.sort_chunks_by_idxs(leaves[0], here.reshape(-1), chunks, probs=p)
+    (expected * dy).sum().backward(retain_graph=True)
+    permute(leaves[1], order).backward(dy)
+    unpermute(permute(leaves[2], order), order).backward(dy)
+    assert torch.equal(permute(x, order), expected) and torch.equal(leaves[1].grad, leaves[0].grad)
+    assert torch.equal(unpermute(expected, order), x) and torch.equal(leaves[2].grad, dy)
+    mine = weights.clone().requires_grad_()
+    picked = permute_probs(mine, order)
+    assert torch.equal(picked, by_weight)
+    for grown in (picked, by_weight):
+        (grown * dy[:, 0]).sum().backward()
+    assert torch.equal(mine.grad, p.grad)
+    codes = torch.arange(rows * 5, device=device).view(rows, 5).to(torch.uint8)
+    for found in order.expand_both(codes, codes[:, 1:3]):
+        assert torch.equal(order.sum(found), codes if found.shape[1] == 5 else codes[:, 1:3])
+    assert torch.equal(unpermute(expected, order, weights.view(-1, 1)), x * by_weight[order.rows.long()].unsqueeze(1))
 
 
 @DEVICES
