@@ -105,6 +105,7 @@ def _check_megatron_fsdp(args) -> None:
             f"--num-distributed-optimizer-instances {instances}", instances > 1,
             "it does not reduce a single microbatch's gradients over the instances",
         ),
+        ("--fp16", args.fp16, "Megatron then looks for gradients where Megatron-FSDP has none; use --bf16"),
     ):  # fmt: skip
         if given:
             raise UserError(f"--use-megatron-fsdp beside {flags}: {why}")

@@ -76,6 +76,7 @@ TABLE = {
         [*MEGATRON_FSDP, "--num-distributed-optimizer-instances", "2"],
         ["--use-megatron-fsdp beside --num-distributed-optimizer-instances 2"],
     ),
+    "megatron_fsdp_fp16": ([*MEGATRON_FSDP, "--fp16"], ["--use-megatron-fsdp beside --fp16"]),
     "megatron_fsdp_quantized": (
         [*MEGATRON_FSDP, "--hq-recipe", "{folder}/lives.yaml", "--megatron-fsdp-main-params-dtype", "bf16"],
         ["with `weights: quantized` needs --megatron-fsdp-main-params-dtype fp32"],
@@ -122,7 +123,8 @@ TABLE = {
 
 def case(name: str, flags: list[str]) -> Case:
     source = [] if "--data-path" in flags else MOCK
-    model = [flag for flag in MODEL if flag != "--use-distributed-optimizer" or "--use-torch-fsdp2" not in flags]
+    left_out = {"--use-distributed-optimizer": "--use-torch-fsdp2", "--bf16": "--fp16"}
+    model = [flag for flag in MODEL if left_out.get(flag) not in flags]
     return Case(name, [SCRIPT, *model, *TP2, *source, *flags])
 
 
