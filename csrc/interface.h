@@ -4,6 +4,6 @@
 
 namespace mh {
 
-constexpr int kInterface = 5;
+constexpr int kInterface = 6;
 
 }  // namespace mh

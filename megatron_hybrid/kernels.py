@@ -194,19 +194,21 @@ def row_scratch(rows: int, device) -> torch.Tensor:
     return torch.empty(-(-rows // extension("cuda").PANEL_ROWS), dtype=torch.int32, device=device)
 
 
-def cast_directions(x: torch.Tensor, row: tuple | None, col: tuple | None, sums=None, gate=None, grad=None) -> None:
-    """`quantize_pair` of a plain tensor, without noise, its sides described before as `Side.arguments` describes them.
+def cast_directions(
+    x: torch.Tensor, row: tuple | None, col: tuple | None, sums=None, gate=None, grad=None, rng=None, row_ids=None
+) -> None:
+    """`quantize_pair` of a plain tensor, its sides described before as `Side.arguments` describes them.
 
-    sums: what `sum_parts` returned, filled in the same read. What is cast may be computed on the way, on CUDA, if no amax has
-    to be measured before, and rounded to x's dtype:
+    rng, row_ids: see `quantize`. sums: what `sum_parts` returned, filled in the same read. What is cast may be computed on
+    the way, on CUDA, if no amax has to be measured before, and rounded to x's dtype:
     gate: a tensor of x's dtype, shape and strides: `silu(gate) * x`.
     grad: (M, K / 2) of x's dtype, its last dimension contiguous: the gradient of `silu(x[:, : K / 2]) * x[:, K / 2 :]`.
     """
     M, K = x.shape
     of_grad = () if grad is None else (grad.data_ptr(), grad.stride(0))
     extension(x.device.type).quantize_pair(
-        row, col, x.data_ptr(), SOURCE_CODES[x.dtype], M, K, *x.stride(), False, _ptr(sums), _ptr(gate), 0, 0, 0, *_where(x),
-        *of_grad
+        row, col, x.data_ptr(), SOURCE_CODES[x.dtype], M, K, *x.stride(), False, _ptr(sums), _ptr(gate), _ptr(rng),
+        _ptr(row_ids), 0, *_where(x), *of_grad
     )  # fmt: skip
 
 

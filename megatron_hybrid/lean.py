@@ -1,8 +1,8 @@
 """The linear of linear.py for its commonest case, in as few host operations as there are.
 
-One rank, plain tensors, columns cast from the original tensor, no random keys, nobody watching: then everything but the
-tensors is known once the plan is built. Equations, payloads and what is kept for backward are those of linear.py, bit
-for bit; only the way there is shorter. `LeanCasts.of` says which plans these are, `runs_lean` which calls.
+One rank, plain tensors, columns cast from the original tensor, nobody watching: then everything but the tensors is known
+once the plan is built. Equations, payloads and what is kept for backward are those of linear.py, bit for bit; only the way
+there is shorter. `LeanCasts.of` says which plans these are, `runs_lean` which calls.
 """
 
 from __future__ import annotations
@@ -95,13 +95,17 @@ class OperandCast:
         """Whether both directions can be cast as they are computed: no scale needs to know all of it before."""
         return all(s.quantized and (s.format.is_stateful or not s.measures) for s in (self.row, self.col))
 
-    def __call__(self, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes=(None, None), sums=None, **computed):
+    def __call__(
+        self, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes=(None, None), sums=None, rng=None,
+        **computed,
+    ):  # fmt: skip
         """(rowwise, columnwise) payloads of `x` (M, K), None where not asked for.
 
-        amaxes: those known, contiguous. sums, computed: see `kernels.cast_directions`.
+        amaxes: those known, contiguous. rng: an `Rng` of one part, where a direction draws. sums, computed: see
+        `kernels.cast_directions`.
         """
         if kernels.traced(x):  # where autograd has it that was not in forward: kernels are operators
-            known = dict(state=states, amax=amaxes, transposed=self.transposed)
+            known = dict(state=states, amax=amaxes, rng=rng, transposed=self.transposed)
             return self.quantizer.cast(x, rowwise=rowwise, columnwise=columnwise, **known)
         row = col = rows = cols = alive_row = alive_col = None
         if rowwise:
@@ -109,6 +113,8 @@ class OperandCast:
         if columnwise:
             col, cols, alive_col = self.col.made(x, states, amaxes[1])
         if rows is not None or cols is not None or sums is not None:
+            if (rowwise and self.row.format.sr) or (columnwise and self.col.format.sr):
+                computed |= dict(rng=rng.words(x.shape[1]), row_ids=rng.row_ids)
             kernels.cast_directions(x, rows, cols, sums=sums, **computed)
         del alive_row, alive_col  # not before
         return row, col
@@ -129,6 +135,7 @@ class LeanCasts:
         self.keeps_input, self.keeps_weight = (plan.saved[op] == COLUMNWISE for op in ("input", "weight"))
         self.sums = sums_in_cast(plan)
         self.stateful = any(f.is_stateful for q in plan.quantizers.values() for f in q.formats())
+        self.draws = plan.draws
         self.node = self._node(plan) if node.serves(plan.device.type) else None
 
     def _node(self, plan) -> node.NodePlan | None:
@@ -143,12 +150,17 @@ class LeanCasts:
         """Whether what these casts scale by history is there."""
         return states is not None or not self.stateful
 
+    def has_keys(self, rng, several: bool) -> bool:
+        """Whether the keys that these casts draw with are there, of one part each; of several ranks the node asks Python for
+        operands whose keys have more."""
+        return not self.draws or (rng is not None and (several or all(rng[op].parts is None for op in self.draws)))
+
     @classmethod
     def of(cls, plan) -> LeanCasts | None:
         """None for a plan that needs more than this."""
         quantizers = plan.quantizers.values()
         known = ("input", "weight", "grad_output") == tuple(plan.quantizers)
-        if not known or plan.uses_rng or any(q.derives_columnwise for q in quantizers):
+        if not known or any(q.derives_columnwise for q in quantizers):
             return None
         return cls(plan) if all(q.rowwise and q.columnwise for q in quantizers) else None
 
@@ -160,11 +172,12 @@ class LeanCasts:
         """(rowwise, columnwise) payloads of a call's weight, from its cache where there is one."""
         if call.plan.sharding is not None:
             return call.quantize("weight", weight, rowwise=True, columnwise=columnwise)
+        rng = (call.rng or {}).get("weight")
         if call.weight_cache is None:
-            return self.weight(weight, True, columnwise, states)
+            return self.weight(weight, True, columnwise, states, rng=rng)
 
         def cast(weight, *, rowwise, columnwise):
-            return self.weight(weight, rowwise, columnwise, states)
+            return self.weight(weight, rowwise, columnwise, states, rng=rng)
 
         record = states is not None and any(s is not None and s.history is not None for s in states)
         update = call.weight_update(weight) if call.weight_cache.stands else None
@@ -174,20 +187,23 @@ class LeanCasts:
         """(rowwise, columnwise) payloads of dy (M, N); one that was cast as it was computed brings them."""
         if type(dy) is HybridTensor:  # see `takes_payloads`
             return call.plan.held_payloads("grad_output", dy, rowwise, columnwise)
-        return self.grad_output(dy, rowwise, columnwise, (call.state or {}).get("grad_output"), sums=sums)
+        states, rng = ((keys or {}).get("grad_output") for keys in (call.state, call.rng))
+        return self.grad_output(dy, rowwise, columnwise, states, sums=sums, rng=rng)
 
-    def cast(self, operand: str, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes):
+    def cast(self, operand: str, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes, rng=None):
         """`GemmPlan.quantize` of `x` (..., K), where `casts_lean` holds. amaxes: (rowwise, columnwise), or None."""
         known = amaxes if amaxes is None else tuple(a if a is None else a.contiguous() for a in amaxes)
-        return getattr(self, operand)(as_matrix(x), rowwise, columnwise, states, known or (None, None))
+        return getattr(self, operand)(as_matrix(x), rowwise, columnwise, states, known or (None, None), rng=rng)
 
 
-def casts_lean(x, plan, states) -> bool:
+def casts_lean(x, operand: str, plan, states, rng) -> bool:
     """Whether `LeanCasts.cast` can cast a tensor of a plan."""
     if kernels.traced(x) or x.dtype not in kernels.SOURCE_CODES or x.dim() == 0:
         return False
     lean = plan.lean
-    return lean is not None and lean.has_states(states)
+    if lean is None or not lean.has_states(states):
+        return False
+    return operand not in lean.draws or (rng is not None and rng.parts is None)
 
 
 def runs_lean(x, weight, call) -> bool:
@@ -198,6 +214,7 @@ def runs_lean(x, weight, call) -> bool:
         and type(x) in _PLAIN and type(weight) in _PLAIN
         and x.dtype in kernels.SOURCE_CODES and weight.dtype in kernels.SOURCE_CODES and x.dim() > 0
         and torch.is_grad_enabled() and x.device == weight.device and lean.has_states(call.state)
+        and lean.has_keys(call.rng, call.plan.sharding is not None)
     )  # fmt: skip
 
 
@@ -216,7 +233,8 @@ class LeanLinear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, call):
         plan, lean, needs, states = call.plan, call.plan.lean, ctx.needs_input_grad, call.state or {}
         x2d = x if x.dim() == 2 else as_matrix(x)
-        x_row, x_col = lean.input(x2d, True, needs[1] and lean.keeps_input, states.get("input"))
+        drawn = (call.rng or {}).get("input")
+        x_row, x_col = lean.input(x2d, True, needs[1] and lean.keeps_input, states.get("input"), rng=drawn)
         w_row, w_col = lean.cast_weight(weight, needs[0] and lean.keeps_weight, call, states.get("weight"))
         y = plan.run("fprop", x_row, w_row, x.dtype)
         if bias is not None:
@@ -243,7 +261,7 @@ def gradients(call, needs, x_kept, w_kept, dy, weight, dtype, shape):
 
     x_kept, w_kept: the columnwise payload of input or weight, or what backward casts to it; dtype, shape: of the input.
     """
-    plan, lean, states = call.plan, call.plan.lean, call.state or {}
+    plan, lean, states, rng = call.plan, call.plan.lean, call.state or {}, call.rng or {}
     dx = dw = db = sums = None
     dy2d = dy if dy.dim() == 2 else as_matrix(dy)
     summed = needs[2] and lean.sums and type(dy) is not HybridTensor
@@ -251,11 +269,15 @@ def gradients(call, needs, x_kept, w_kept, dy, weight, dtype, shape):
         sums = kernels.sum_parts(dy2d)
     dy_row, dy_col = lean.cast_gradient(dy2d, needs[0], needs[1], call, sums)
     if needs[0]:
-        w_col = w_kept if lean.keeps_weight else lean.weight(w_kept, False, True, states.get("weight"))[1]
+        w_col = w_kept
+        if not lean.keeps_weight:
+            w_col = lean.weight(w_kept, False, True, states.get("weight"), rng=rng.get("weight"))[1]
         dx = plan.run("dgrad", dy_row, w_col, dtype)
         dx = dx if len(shape) == 2 else dx.view(shape)
     if needs[1]:
-        x_col = x_kept if lean.keeps_input else lean.input(as_matrix(x_kept), False, True, states.get("input"))[1]
+        x_col = x_kept
+        if not lean.keeps_input:
+            x_col = lean.input(as_matrix(x_kept), False, True, states.get("input"), rng=rng.get("input"))[1]
         total = main_grad(weight)
         dw = plan.run("wgrad", dy_col, x_col, weight.dtype, total)
         dw = dw if total is None else placeholder_gradient(weight)

@@ -15,7 +15,7 @@ import sys
 import torch
 
 from . import kernels
-from .formats import COLUMNWISE, DIRECTIONS
+from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
 from .gemm import cublaslt
 from .gemm.backend import OPERANDS
 from .gemm.scaled_mm import BLOCK, ROW, TENSOR, TILE
@@ -26,7 +26,7 @@ from .storage import QuantizedStorage
 from .storage_layout import relayout
 from .tensor import HybridTensor
 
-_INTERFACE = 5  # csrc/interface.h
+_INTERFACE = 6  # csrc/interface.h
 _KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
 _NO_TYPES, _NO_MODES = {torch.bfloat16: 0, torch.float32: 0}, {"none": 0}  # of a plan that does not ask cuBLASLt
 
@@ -86,14 +86,13 @@ def shards_of(plan) -> dict | None:
     sharding, quantizers = plan.sharding, plan.quantizers
     reduced = [plan.reduced.get(operand, (False, False)) for operand in quantizers]
     amaxes = dict(reduced=reduced, same_amax=[q.has_one_amax for q in quantizers.values()])
-    for (operand, quantizer), both in zip(quantizers.items(), reduced):
-        kept = any(fmt.keeps_amax for fmt, over_ranks in zip(quantizer.formats(), both) if over_ranks)
-        if kept or (both[1] and plan.saved.get(operand, COLUMNWISE) != COLUMNWISE):
+    for operand, both in zip(quantizers, reduced):
+        if both[1] and plan.saved.get(operand, COLUMNWISE) != COLUMNWISE:
             return None
     if sharding.gathered is None:
         return dict(gathered=-1, ways=[PAYLOAD] * 2, unit=1, **amaxes)
     formats = quantizers[sharding.gathered].formats()
-    unit = math.lcm(*(block_along(fmt, d, ROWS) * (2 if fmt.bits == 4 else 1) for fmt, d in zip(formats, DIRECTIONS)))
+    unit = math.lcm(*(block_along(fmt, d, ROWS) for fmt, d in zip(formats, DIRECTIONS)))
     ways = [plan.gather(direction, unit) for direction in DIRECTIONS]
     if not {PAYLOAD, ROW_PAYLOAD, AS_IS}.issuperset(ways):
         return None
@@ -105,7 +104,6 @@ def _side(side):
     if not side.quantized:
         return library().Side(quantized=False, axis=axis)
     fields = kernels.spec_fields(fmt, side.direction)
-    del fields["sr"]  # nothing here is random
     return library().Side(quantized=True, transposed=side.transposed, stateful=fmt.is_stateful, **fields)
 
 
@@ -147,6 +145,18 @@ def cached(call, weight: torch.Tensor, columnwise: bool):
     lean = call.plan.lean
     both = lean.cast_weight(weight, columnwise, call, None if call.state is None else call.state["weight"])
     return _parts(both[0], lean.weight.row), _parts(both[1], lean.weight.col)
+
+
+def cast(call, operand: str, x: torch.Tensor, rowwise: bool, columnwise: bool, amaxes: tuple):
+    """(rowwise, columnwise) payloads of an operand (M, K) that the node does not cast itself.
+
+    amaxes: those that were reduced over ranks, flat, else None.
+    """
+    plan, lean = call.plan, call.plan.lean
+    formats = plan.quantizers[operand].formats()
+    known = [a if a is None else a.view(f.amax_shape(*x.shape, d)) for a, f, d in zip(amaxes, formats, DIRECTIONS)]
+    row, col = plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, amax=known, **call.keys(operand))
+    return _parts(row, lean.side(operand, ROWWISE)), _parts(col, lean.side(operand, COLUMNWISE))
 
 
 def has_memory(dy: torch.Tensor) -> bool:

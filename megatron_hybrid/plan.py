@@ -89,7 +89,7 @@ class GemmPlan:
     reduced     operand -> (rowwise, columnwise): whether its outer amaxes are max-reduced over the ranks before a cast
     calls       counts of GEMMs run, by (gemm, backend name); for tests and reports. Compiled code does not count.
     gathers     counts of gathers run, by (operand, direction, what travelled: sharding.py's words)
-    uses_rng    whether any operand rounds stochastically
+    draws       the operands that round stochastically, in any direction
     """
 
     name: str
@@ -103,10 +103,16 @@ class GemmPlan:
     reduced: dict[str, tuple[bool, bool]] = field(default_factory=dict)
     calls: Counter = field(default_factory=Counter, compare=False)
     gathers: Counter = field(default_factory=Counter, compare=False)
-    uses_rng: bool = field(init=False, compare=False, repr=False)
+    draws: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "uses_rng", any(f.sr for q in self.quantizers.values() for f in q.formats()))
+        draws = tuple(op for op, q in self.quantizers.items() if any(f is not None and f.sr for f in q.formats()))
+        object.__setattr__(self, "draws", draws)
+
+    @property
+    def uses_rng(self) -> bool:
+        """Whether any operand rounds stochastically."""
+        return bool(self.draws)
 
     @functools.cached_property
     def lean(self) -> LeanCasts | None:

@@ -6,11 +6,21 @@ from collections import defaultdict
 
 import torch
 
-from .plan import INPUT, WEIGHT
+from .plan import GRAD_OUTPUT, INPUT, WEIGHT
 from .roles import ModuleRole, tensor_id
 from .scaling import COUNTER, Pieces, Rng
 
 MOST_ROWS_OF_A_RANK = 1 << 40  # of tokens, in a microbatch: how far apart the ranks of one replica draw
+
+
+class Table:
+    """`words`, int64 (rows, 6), and `rows`, views of it: a call then makes none."""
+
+    def __init__(self, words: torch.Tensor):
+        self.words, self.rows = words, words.unbind()
+
+    def __reduce__(self):
+        return Table, (self.words,)
 
 
 class RandomKeys:
@@ -31,7 +41,7 @@ class RandomKeys:
         self.replica, self.num_replicas, self.part = replica, num_replicas, part
         self.step = self.microbatch = 0
         self.stands = False
-        self._tables: dict[tuple, torch.Tensor] = {}
+        self._tables: dict[tuple, Table] = {}
 
     def stand(self) -> None:
         """From now on a table is one row, of the microbatch of now, at an address that stays: a captured CUDA graph draws
@@ -55,7 +65,7 @@ class RandomKeys:
         """Write the counters of now into all tables, in as few kernels as for one."""
         together = defaultdict(list)
         for (_, operand, *_), table in self._tables.items():
-            together[operand == WEIGHT, table.device].append(table[:, COUNTER])
+            together[operand == WEIGHT, table.words.device].append(table.words[:, COUNTER])
         for (of_weight, device), columns in together.items():
             torch._foreach_copy_(columns, [self._counters(WEIGHT if of_weight else INPUT, device)] * len(columns))
 
@@ -73,14 +83,14 @@ class RandomKeys:
         """Of the current microbatch, in a table."""
         return 0 if self.stands or operand == WEIGHT else self.microbatch
 
-    def table(self, role: ModuleRole, operand: str, device, index_map=None) -> torch.Tensor:
-        """int64 (num_microbatches, 6), or (1, 6) where keys `stand`; all experts of a module share it. Made at its first use."""
+    def table(self, role: ModuleRole, operand: str, device, index_map=None) -> Table:
+        """Of num_microbatches rows, or one where keys `stand`; all experts of a module share it. Made at first use."""
         key = (role.name, operand, str(device), index_map)
         if key not in self._tables:
             first = Rng(self.seed, tensor_id(role.operand(operand)), 0, 0, index_map, device=device)
-            table = first.values.repeat(1 if self.stands else self.num_microbatches, 1)
-            table[:, COUNTER] = self._counters(operand, device)
-            self._tables[key] = table
+            words = first.values.repeat(1 if self.stands else self.num_microbatches, 1)
+            words[:, COUNTER] = self._counters(operand, device)
+            self._tables[key] = Table(words)
         return self._tables[key]
 
     def rng(self, role: ModuleRole, operand: str, device, index_map=None) -> Rng:
@@ -94,14 +104,22 @@ class RandomKeys:
         own_columns, row = index_map is None, self._row(operand)
         if self.part and operand != WEIGHT:
             index_map = shifted(index_map or (0, 0, 0), self.part * MOST_ROWS_OF_A_RANK)
-        return Rng.view(self.table(role, operand, device, index_map)[row], own_columns=own_columns)
+        table = self.table(role, operand, device, index_map)
+        # compiled code would be made anew for every other row
+        values = table.words[row] if torch.compiler.is_compiling() else table.rows[row]
+        return Rng.view(values, own_columns=own_columns)
 
     def rng_of_rows(self, role: ModuleRole, operand: str, device, row_ids: torch.Tensor) -> Rng:
         """The key of whole rows of all replicas' tokens, in the current microbatch: the first replica's counter, and
         row_ids, int64 (M,), the place of each row among all of them."""
-        values = self.table(role, operand, device)[self._row(operand)].clone()
+        values = self.table(role, operand, device).words[self._row(operand)].clone()
         values[COUNTER] = (values[COUNTER] - self.replica) & 0xFFFFFFFF
         return Rng.view(values, row_ids)
+
+
+def whole_tensors(in_features: int, out_features: int) -> dict[str, tuple[int, int, int]]:
+    """The index maps of a linear's operands where no rank has only a part: keys then need not be told each cast's K."""
+    return {INPUT: (0, 0, in_features), WEIGHT: (0, 0, in_features), GRAD_OUTPUT: (0, 0, out_features)}
 
 
 def shifted(index_map: tuple[int, int, int] | Pieces, rows: int) -> tuple[int, int, int] | Pieces:

@@ -284,7 +284,7 @@ class LinearRuntime(torch.nn.Module):
         """Create the random keys now, not at the first forward, which may be compiled and must not."""
         for device, plan in self._plans.items():
             if plan.uses_rng:
-                for operand in OPERANDS:
+                for operand in plan.draws:
                     self.keys.rng(self.role, operand, device, self.index_maps.get(operand))
 
     def invalidate(self) -> None:
@@ -320,17 +320,17 @@ class LinearRuntime(torch.nn.Module):
         plan = self.plan_for(device)
         self._check_recompute(device, plan)
         rng = state = whole = None
-        if plan.uses_rng:
+        if plan.draws:
             if self.keys is None:
                 raise PlanError(
                     f"{plan.label}: the recipe rounds stochastically; call "
                     "`ctl = mh.prepare(model, recipe, seed=...)` and `ctl.begin_step(i)` first"
                 )
             maps = self.index_maps
-            if plan.gathered is not None:
+            if plan.gathered in plan.draws:
                 whole = self.keys.rng(self.role, plan.gathered, device, None)
                 maps = {**maps, plan.gathered: shifted(maps[plan.gathered], comm.rank * rows)}
-            rng = {op: self.keys.rng(self.role, op, device, maps.get(op)) for op in OPERANDS}
+            rng = {op: self.keys.rng(self.role, op, device, maps.get(op)) for op in plan.draws}
         if self._buffers:
             state = self._states_of_call(training and torch.is_grad_enabled())
         if not torch.compiler.is_compiling():

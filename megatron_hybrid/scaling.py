@@ -138,6 +138,11 @@ class Rng:
         last = self.values[GLOBAL_K:]
         return torch.cat((self.values[:GLOBAL_K], last.masked_fill(last == 0, K)))
 
+    @property
+    def plain_words(self) -> torch.Tensor | None:
+        """`words` of any K, of one part and with rows counted from one place; None for other keys."""
+        return None if self.own_columns or self.parts is not None or self.row_ids is not None else self.values
+
     def moved(self, rows: int) -> Rng:
         """The key of rows that begin `rows` further down in the whole tensor."""
         assert self.row_ids is None, "rows that draw by their sources have no place to count from"

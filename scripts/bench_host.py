@@ -31,7 +31,9 @@ from bench_linear import load_recipe
 import megatron_hybrid as mh
 from megatron_hybrid.explain import Table
 
-RECIPES = ["bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "current+block", "mxfp8", "nvfp4_plain"]
+RECIPES = [
+    "bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "current+block", "mxfp8", "nvfp4_plain", "nvfp4"
+]  # fmt: skip
 GROUPED_RECIPES = ["bf16", "fp8_rowwise", "fp8_block", "mxfp8"]  # those whose experts run at once
 
 
@@ -43,8 +45,10 @@ def layers(args) -> dict:
     for name in args.recipes:
         for cached, python in itertools.product((False, True), (False, True) if args.python else (False,)):
             layer = mh.HybridLinear(args.features, args.features, recipe=load_recipe(name), name="fc", **kwargs)
-            if cached:
-                mh.prepare(layer).begin_step(1)
+            if cached or layer.plan.uses_rng:
+                mh.prepare(layer, seed=1).begin_step(1)
+            if not cached:
+                layer.hq.weight_cache = None
             if python:
                 layer.plan.lean.node = None
             found[name + (", weight cached" if cached else "") + (", by Python" if python else "")] = layer

@@ -69,9 +69,9 @@ py::object node_type() {
 }
 
 Side make_side(bool quantized, int axis, bool transposed, bool stateful, int element, int scale_rule, int block_m, int block_k,
-               bool pow2, float eps, bool outer_rows, bool rht) {
+               bool pow2, float eps, bool outer_rows, bool rht, bool sr) {
   return {{static_cast<Element>(element), static_cast<ScaleRule>(scale_rule), axis, block_m, block_k, pow2, eps, outer_rows, rht,
-           false},
+           sr},
           quantized, transposed, stateful};
 }
 
@@ -137,7 +137,7 @@ PYBIND11_MODULE(_C_node, m) {
       .def(py::init(&make_side), py::kw_only(), py::arg("quantized"), py::arg("axis"), py::arg("transposed") = false,
            py::arg("stateful") = false, py::arg("element") = 0, py::arg("scale_rule") = 0, py::arg("block_m") = 0,
            py::arg("block_k") = 0, py::arg("pow2") = false, py::arg("eps") = 0.0f, py::arg("outer_rows") = false,
-           py::arg("rht") = false);
+           py::arg("rht") = false, py::arg("sr") = false);
   py::class_<Product>(m, "Product", py::module_local())
       .def(py::init(&make_product), py::kw_only(), py::arg("route"), py::arg("backend"),
            py::arg("in_bf16") = std::array<std::array<bool, 3>, 2>{}, py::arg("kinds") = std::array<int, 2>{},

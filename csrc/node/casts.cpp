@@ -10,8 +10,8 @@ namespace {
 int64_t num_panels(int64_t rows) { return (rows + kPanelRows - 1) / kPanelRows; }
 
 // One direction of a cast: memory for it, and what the kernels are told. temporary: room for an amax that is not kept.
-QuantizeArgs arguments(const Matrix& x, Payload& out, const State& state, const Tensor& known, uint8_t* temporary,
-                       int32_t* scratch) {
+QuantizeArgs arguments(const Matrix& x, Payload& out, const State& state, const Tensor& known, const Tensor& words,
+                       uint8_t* temporary, int32_t* scratch) {
   const Side& side = *out.side;
   float *amax = nullptr, *measured = nullptr;
   if (side.stateful) {
@@ -22,11 +22,12 @@ QuantizeArgs arguments(const Matrix& x, Payload& out, const State& state, const 
   } else if (side.measures()) {
     amax = measured = side.keeps_amax() ? out.outer() : reinterpret_cast<float*>(temporary);
   }
-  return {side.spec, x, {out.codes(), side.transposed, out.scale(), amax}, side.stateful, nullptr, nullptr, nullptr, measured,
-          measured ? scratch : nullptr};
+  const int64_t* rng = side.spec.sr && words.defined() ? words.data_ptr<int64_t>() : nullptr;
+  const mh::Payload to{out.codes(), side.transposed, out.scale(), amax};
+  return {side.spec, x, to, side.stateful, rng, nullptr, nullptr, measured, measured ? scratch : nullptr};
 }
 
-Payload unwritten(const Side& side, const Tensor& x) {
+Payload unwritten(const Side& side, const Tensor& x, const Tensor& known) {
   Payload p;
   p.side = &side, p.m = x.size(0), p.k = x.size(1), p.dtype = x.scalar_type();
   if (!side.quantized) {
@@ -37,7 +38,8 @@ Payload unwritten(const Side& side, const Tensor& x) {
   p.scale_at = aligned(side.stored_rows(p.m, p.k) * side.pitch(p.m, p.k));
   const int64_t end = p.scale_at + side.scale_bytes(p.m, p.k);
   p.outer_at = aligned(end);
-  p.memory[0] = bytes_beside(x, side.keeps_amax() ? p.outer_at + p.amaxes() * 4 : end);
+  if (side.keeps_amax()) p.memory[2] = known;
+  p.memory[0] = bytes_beside(x, side.keeps_amax() && !known.defined() ? p.outer_at + p.amaxes() * 4 : end);
   return p;
 }
 
@@ -64,7 +66,7 @@ Tensor sum_parts(const Tensor& x) {
   return at::empty({num_panels(x.size(0)), x.size(1)}, x.options().dtype(ScalarType::Float).requires_grad(false));
 }
 
-Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const States& states,
+Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const Keys& keys,
           const Tensor& sums, const Amaxes& known) {
   const bool wanted[] = {rowwise, columnwise};
   Pair made;
@@ -73,7 +75,7 @@ Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool
   for (int d = 0; d < 2; ++d) {
     if (!wanted[d]) continue;
     const Side& side = plan.sides[operand][d];
-    made[d] = unwritten(side, x);
+    made[d] = unwritten(side, x, known[d]);
     if (!side.quantized) continue;
     casts = true;
     const bool measures = side.measures() && !side.stateful && !known[d].defined();
@@ -92,7 +94,8 @@ Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool
     if (!wanted[d] || !made[d].side->quantized) continue;
     auto* scratch = d == 0 && needed[2] ? reinterpret_cast<int32_t*>(temporary + needed[0] + needed[1]) : nullptr;
     uint8_t* own = temporary + (d ? needed[0] : 0);
-    (d ? args.col : args.row) = arguments(matrix, made[d], states[operand][d], known[d], own, scratch);
+    const State& state = keys.states[operand][d];
+    (d ? args.col : args.row) = arguments(matrix, made[d], state, known[d], keys.words[operand], own, scratch);
     (d ? args.has_col : args.has_row) = true;
   }
   plan.casts->quantize(args, where(x.device()));

@@ -9,7 +9,13 @@ namespace mh::node {
 struct State {
   Tensor scale, history;
 };
-using States = std::array<std::array<State, 2>, 3>;
+
+// What the casts of a call read besides tensors, by operand: `LinearCall.keys` of linear.py.
+struct Keys {
+  std::array<std::array<State, 2>, 3> states;
+  std::array<Tensor, 3> words;      // of stochastic rounding, where an operand draws: `Rng.plain_words`
+  std::array<bool, 3> by_python{};  // draws with a key that has none: Python casts it
+};
 
 // x (..., K) as (M, K).
 Tensor as_matrix(const Tensor& x);
@@ -28,8 +34,8 @@ Tensor sum_parts(const Tensor& x);
 // FP32 amaxes by direction; undefined: the cast finds it.
 using Amaxes = std::array<Tensor, 2>;
 
-// `OperandCast` of lean.py, x (M, K). sums: undefined, or `sum_parts`. known: not of formats that keep their amax.
-Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const States& states,
+// `OperandCast` of lean.py, x (M, K). sums: undefined, or `sum_parts`. known: contiguous.
+Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const Keys& keys,
           const Tensor& sums = {}, const Amaxes& known = {});
 
 }  // namespace mh::node

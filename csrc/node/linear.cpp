@@ -22,12 +22,20 @@ Tensor LinearNode::run(Gemm gemm, const Payload& a, const Payload& b, ScalarType
   return multiply(*plan, gemm, a, b, dtype, total);
 }
 
+// The payloads of an operand, x (M, K), by the node or by Python; see casts.h.
+Pair LinearNode::cast(Operand operand, const Tensor& x, bool rowwise, bool columnwise, const Tensor& sums,
+                      const Amaxes& known) const {
+  if (!keys.by_python[operand]) return node::cast(*plan, operand, x, rowwise, columnwise, keys, sums, known);
+  if (sums.defined()) node::cast(*plan, operand, x, false, false, keys, sums);
+  return cast_by_python(*plan, call, operand, x, rowwise, columnwise, known);
+}
+
 // The rowwise payload of this rank's x (..., K), on its way to the others where it is gathered: `whole`. Keeps the column.
 Payload LinearNode::cast_input(const Tensor& x, bool column, Gathered& whole) {
   const Tensor x2d = as_matrix(x);
   Looked looked;
   if (plan->sharding.reduces(kInput)) looked = Looked(*plan, *ranks, kInput, x2d, true, column);
-  auto [row, col] = cast(*plan, kInput, x2d, true, column, states, {}, looked.finish());
+  auto [row, col] = cast(kInput, x2d, true, column, {}, looked.finish());
   if (column) x_col = std::move(col);
   if (plan->sharding.gathers(kInput)) whole = Gathered(*ranks, row);
   return row;
@@ -40,7 +48,7 @@ Pair LinearNode::cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& 
   const Sharding& sharding = plan->sharding;
   // a column that is made of the row which all ranks put together is not cast
   const bool column = needs[1] && !(sharding.gathers(kGradOutput) && sharding.ways[1] == Way::row_payload);
-  return cast(*plan, kGradOutput, dy2d, needs[0], column, states, sums, looked.finish());
+  return cast(kGradOutput, dy2d, needs[0], column, sums, looked.finish());
 }
 
 // The whole gradient from this rank's rows. The row comes first, and the column travels while dgrad runs: `column`.
@@ -62,7 +70,7 @@ Pair LinearNode::gather_grad_output(const Pair& own, Gathered& column) const {
 // The columnwise payload of this rank's input.
 Payload LinearNode::input_column() {
   if (plan->keeps_input) return x_col;
-  return cast(*plan, kInput, as_matrix(x_kept.unpack()), false, true, states)[1];
+  return cast(kInput, as_matrix(x_kept.unpack()), false, true)[1];
 }
 
 // Counts this backward's GEMMs; whether the weight says where its gradient goes (saved.py).
@@ -125,7 +133,7 @@ variable_list LinearNode::backward(const Tensor& dy) {
   if (plan->sharding.gathers(kGradOutput)) both = gather_grad_output(both, dy_coming);
   auto& [dy_row, dy_col] = both;
   if (needs[0]) {
-    if (!plan->keeps_weight) w_col = cast(*plan, kWeight, w_kept.unpack(), false, true, states)[1];
+    if (!plan->keeps_weight) w_col = cast(kWeight, w_kept.unpack(), false, true)[1];
     dx = run(kDgrad, dy_row, w_col, dtype);
     if (!plan->keeps_weight) w_col = {};
     if (ranks) dx_coming = Summed(*ranks, ranks->dgrad, dx);
@@ -205,7 +213,7 @@ py::object linear(const std::shared_ptr<Plan>& plan, py::handle x_object, py::ha
   RECORD_FUNCTION("LeanLinear", c10::ArrayRef<const c10::IValue>{});
   const auto node = std::shared_ptr<LinearNode>(new LinearNode(plan, call), torch::autograd::deleteNode);
   node->needs = needs, node->weight = w, node->dtype = x.scalar_type(), node->ranks = ranks;
-  node->shape = c10::DimVector(x.sizes()), node->states = states_of(*plan, call);
+  node->shape = c10::DimVector(x.sizes()), node->keys = keys_of(*plan, call);
   const bool x_column = needs[1] && plan->keeps_input, w_column = needs[0] && plan->keeps_weight;
   Pair w_both;
   Payload x_row;
@@ -226,7 +234,7 @@ py::object linear(const std::shared_ptr<Plan>& plan, py::handle x_object, py::ha
     py::gil_scoped_release no_gil;
     const at::AutoDispatchBelowADInplaceOrView below;
     if (!several) x_row = node->cast_input(x, x_column, x_coming);
-    if (!cached) w_both = cast(*plan, kWeight, w, true, w_column, node->states);
+    if (!cached) w_both = node->cast(kWeight, w, true, w_column);
     if (x_coming.started()) x_row = x_coming.finish();
     y = node->run(kFprop, x_row, w_both[0], x.scalar_type());
     if (b.defined()) y = at::add(y, b).to(y.scalar_type());

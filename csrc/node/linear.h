@@ -26,7 +26,7 @@ struct LinearNode : torch::autograd::Node {
   std::shared_ptr<const Plan> plan;
   std::shared_ptr<const Ranks> ranks;  // null: this one alone
   Held call;
-  States states;
+  Keys keys;
   std::array<bool, 3> needs;
   Tensor weight;
   c10::DimVector shape;
@@ -42,12 +42,14 @@ struct LinearNode : torch::autograd::Node {
   void release_variables() override {
     const std::lock_guard<std::mutex> locked(mutex_);
     x_kept.reset_data(), w_kept.reset_data();
-    x_col = {}, w_col = {}, states = {};
+    x_col = {}, w_col = {}, keys = {};
     released = true;
   }
 
   // A product by the node or by Python.
   Tensor run(Gemm gemm, const Payload& a, const Payload& b, ScalarType dtype, const Tensor& total = {}) const;
+  Pair cast(Operand operand, const Tensor& x, bool rowwise, bool columnwise, const Tensor& sums = {},
+            const Amaxes& known = {}) const;
   Payload cast_input(const Tensor& x, bool column, Gathered& whole);
   Pair cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& sums, Looked& looked) const;
   Pair gather_grad_output(const Pair& own, Gathered& column) const;

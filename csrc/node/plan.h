@@ -82,6 +82,9 @@ struct Plan {
   int64_t workspace_bytes;
   c10::SafePyObject python;  // megatron_hybrid.node
   Sharding sharding;
+
+  // Whether an operand rounds stochastically, in any direction.
+  bool draws(int operand) const { return sides[operand][0].spec.sr || sides[operand][1].spec.sr; }
 };
 
 inline Dtype dtype_code(ScalarType dtype) {
@@ -89,7 +92,8 @@ inline Dtype dtype_code(ScalarType dtype) {
 }
 
 // The payload of one direction of a matrix (m, k). Its own memory is one tensor of bytes: codes, scales and amaxes that are
-// kept, each at a multiple of 256. One that Python holds comes as its three tensors. In high precision: the tensor.
+// kept, each at a multiple of 256; amaxes that were known before the cast stay in the tensor they came in, the third. One
+// that Python holds comes as its three tensors. In high precision: the tensor.
 struct Payload {
   const Side* side = nullptr;  // null: not there
   int64_t m = 0, k = 0;
@@ -106,15 +110,16 @@ struct Payload {
   void* scale() const { return own ? codes() + scale_at : memory[1].data_ptr(); }
   float* outer() const {
     if (!side->keeps_amax()) return nullptr;
-    return static_cast<float*>(own ? static_cast<void*>(codes() + outer_at) : memory[2].data_ptr());
+    return static_cast<float*>(memory[2].defined() ? memory[2].data_ptr() : static_cast<void*>(codes() + outer_at));
   }
 
   // Codes, scales and amaxes as tensors; own ones flat and of bytes.
   std::array<Tensor, 3> tensors() const {
     if (!own) return memory;
     const int64_t size = side->stored_rows(m, k) * side->pitch(m, k);
+    const bool beside = side->keeps_amax() && !memory[2].defined();
     return {memory[0].narrow(0, 0, size), memory[0].narrow(0, scale_at, side->scale_bytes(m, k)),
-            side->keeps_amax() ? memory[0].narrow(0, outer_at, amaxes() * 4) : Tensor()};
+            beside ? memory[0].narrow(0, outer_at, amaxes() * 4) : memory[2]};
   }
   Tensor code_matrix() const { return tensors()[0].view({side->stored_rows(m, k), side->pitch(m, k)}); }
   Tensor fp32_scales() const { return tensors()[1].view(ScalarType::Float); }

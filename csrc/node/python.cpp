@@ -56,15 +56,20 @@ Pair cached_weight(const Plan& plan, py::handle call, py::handle weight, bool co
   return imported(plan, kWeight, ask(plan, "cached")(call, weight, columnwise));
 }
 
-States states_of(const Plan& plan, py::handle call) {
-  States found;
-  const py::object all = call.attr("state");
-  for (int o = 0; o < 3; ++o)
+Keys keys_of(const Plan& plan, py::handle call) {
+  Keys found;
+  const py::object states = call.attr("state"), rng = call.attr("rng");
+  for (int o = 0; o < 3; ++o) {
     for (int d = 0; d < 2; ++d) {
       if (!plan.sides[o][d].stateful) continue;
-      const py::object state = all[kOperands[o]].cast<py::tuple>()[d];
-      found[o][d] = {unwrap(state.attr("scale")), unwrap(state.attr("history"))};
+      const py::object state = states[kOperands[o]].cast<py::tuple>()[d];
+      found.states[o][d] = {unwrap(state.attr("scale")), unwrap(state.attr("history"))};
     }
+    if (!plan.draws(o)) continue;
+    const py::object key = rng[kOperands[o]], words = key.attr("plain_words");
+    found.by_python[o] = words.is_none();
+    found.words[o] = unwrap(words);
+  }
   return found;
 }
 
@@ -93,6 +98,14 @@ Payload column_of(const Plan& plan, const Held& call, const Payload& row) {
 bool has_memory(const Plan& plan, const Tensor& dy) {
   py::gil_scoped_acquire gil;
   return ask(plan, "has_memory")(wrap(dy)).cast<bool>();
+}
+
+Pair cast_by_python(const Plan& plan, const Held& call, Operand operand, const Tensor& x, bool rowwise, bool columnwise,
+                    const Amaxes& known) {
+  py::gil_scoped_acquire gil;
+  const py::tuple amaxes = py::make_tuple(wrap(known[0]), wrap(known[1]));
+  const py::object cast = ask(plan, "cast");
+  return imported(plan, operand, cast(held(call), kOperands[operand], wrap(x), rowwise, columnwise, amaxes));
 }
 
 Pair payloads_of(const Plan& plan, const Held& call, const Tensor& dy, bool rowwise, bool columnwise) {

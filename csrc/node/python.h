@@ -26,7 +26,7 @@ py::object dtype_object(ScalarType dtype);
 py::object ask(const Plan& plan, const char* name);  // a function of megatron_hybrid/node.py
 py::tuple described(const Payload& p);               // (M, K, dtype of what was cast, codes, scales, amaxes)
 Pair cached_weight(const Plan& plan, py::handle call, py::handle weight, bool columnwise);
-States states_of(const Plan& plan, py::handle call);
+Keys keys_of(const Plan& plan, py::handle call);
 void count(py::handle call, const Plan& plan, Gemm gemm);
 void count_gather(py::handle call, const Plan& plan, int direction);
 std::shared_ptr<const Ranks> ranks_of(py::handle call);  // null: they are not such that the node can speak to them
@@ -35,6 +35,9 @@ std::shared_ptr<const Ranks> ranks_of(py::handle call);  // null: they are not s
 
 Payload column_of(const Plan& plan, const Held& call, const Payload& row);  // of a gathered gradient, of the same codes
 bool has_memory(const Plan& plan, const Tensor& dy);  // a gradient of a subclass
+// `GemmPlan.quantize` of an operand (M, K) that the node does not cast. known: its amaxes, see `cast`.
+Pair cast_by_python(const Plan& plan, const Held& call, Operand operand, const Tensor& x, bool rowwise, bool columnwise,
+                    const Amaxes& known);
 Pair payloads_of(const Plan& plan, const Held& call, const Tensor& dy, bool rowwise, bool columnwise);
 Tensor product(const Plan& plan, const Held& call, Gemm gemm, const Payload& a, const Payload& b, ScalarType dtype,
                const Tensor& total);

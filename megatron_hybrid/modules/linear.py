@@ -9,6 +9,7 @@ import torch
 from ..consumer import Output, cast_input
 from ..linear import LOCAL, hybrid_linear
 from ..plan import INPUT, PAYLOAD, GemmPlan
+from ..random_keys import whole_tensors
 from ..roles import LINEAR, ModuleRole, QuantizerRole
 from ..runtime import LinearRuntime
 from ..weights import HoldsWeight, fresh_values, module_recipe
@@ -44,6 +45,7 @@ class HybridLinear(HoldsWeight, torch.nn.Module):
         role = ModuleRole(LINEAR, name, layer=layer, num_layers=num_layers)
         recipe = module_recipe(recipe)
         self.hq = LinearRuntime(recipe, role, self.weight.device, backend=backend, save_input=save_input)
+        self.hq.index_maps = whole_tensors(in_features, out_features)
         self.reset_parameters()
         self.hold_weight()
 

@@ -241,8 +241,7 @@ def check_p62_bytes_on_the_wire(ranks: Ranks):
         assert scattered == [2 * M * size * (K if layout == "column SP" else N)]
 
 
-BY_NODE = {"bf16", "fp8_current", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "mxfp8:2d", "current / block",
-           "mxfp8 / bf16", "bf16 / mxfp8"}  # fmt: skip
+BY_NODE = {name for name in RECIPES if not name.endswith(("derived", "dequantized", "row_scaled / mxfp8"))}
 
 
 def plainly(

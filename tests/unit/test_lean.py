@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 import torch
-from linear_cases import STATELESS, over_steps, randn, recipe, saved_tensors
+from linear_cases import STATELESS, STOCHASTIC, over_steps, randn, recipe, saved_tensors
 
 import megatron_hybrid as mh
 from megatron_hybrid import lean, linear
@@ -96,6 +96,22 @@ def test_delayed_scales_and_cached_weights_over_steps(monkeypatch):
     assert len(buffers[0]) == 12 and all(torch.equal(t, buffers[1][name]) for name, t in buffers[0].items())
 
 
+@pytest.mark.parametrize("fmt", [STOCHASTIC, "nvfp4:row_scaled,rht,sr"])
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("save_input", ["payload", "original"])
+def test_random_bits_over_steps(fmt, cached, save_input, monkeypatch):
+    """Every operand draws, also where backward casts what was kept."""
+    pair = [mh.HybridLinear(48, 32, recipe=recipe(fmt, fmt, fmt), name="fc", save_input=save_input) for _ in range(2)]
+    pair[1].load_state_dict(pair[0].state_dict())
+
+    def compare(seed):
+        for layer in pair:
+            layer.hq.weight_cache = layer.hq.weight_cache if cached else None
+        assert_same(monkeypatch, *pair, seed=seed)
+
+    over_steps(pair, 2, compare)
+
+
 def test_a_second_derivative_is_refused():
     layer, x = layers(recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), count=1)[0], randn(4, 48).requires_grad_()
     (dx,) = torch.autograd.grad(layer(x).float().pow(2).sum(), x, create_graph=True)
@@ -103,14 +119,8 @@ def test_a_second_derivative_is_refused():
         dx.float().sum().backward()
 
 
-@pytest.mark.parametrize(
-    "rcp",
-    [
-        recipe(fprop="nvfp4:sr"),
-        recipe("mxfp8_e4m3", "mxfp8_e4m3", "nvfp4", columnwise_source={"input": "rowwise_dequantized"}),
-    ],
-)
-def test_plans_that_need_more_take_the_long_way(rcp):
+def test_plans_that_need_more_take_the_long_way():
+    rcp = recipe("mxfp8_e4m3", "mxfp8_e4m3", "nvfp4", columnwise_source={"input": "rowwise_dequantized"})
     assert mh.HybridLinear(32, 32, recipe=rcp).plan.lean is None
 
 
@@ -213,7 +223,7 @@ def test_whose_gradient_can_be_cast_before():
     shown = layer(x)
     shown.retain_grad()
     nothing = torch.no_grad()(layer)(x)
-    general = mh.HybridLinear(48, 32, bias=False, recipe=recipe(MIXED["fprop"], "nvfp4:sr", "nvfp4:sr"), name="fc")
-    mh.prepare(general, seed=1).begin_step(1)
+    derived = recipe(MIXED["fprop"], "nvfp4", "nvfp4", columnwise_source={"grad_output": "rowwise_dequantized"})
+    general = mh.HybridLinear(48, 32, bias=False, recipe=derived, name="fc")
     assert lean.takes_payloads(layer(x))
     assert not any(map(lean.takes_payloads, (biased(x), hooked, shown, nothing, layer(x)[1:], x * 2, general(x.float()))))

@@ -1,10 +1,13 @@
 """The C++ autograd node of the commonest linear gives the bits, the counts and the behaviour of Python's (properties 12, 18,
 25, 30)."""
 
+import contextlib
 import copy
 import ctypes
 import dataclasses
+import functools
 import gc
+import itertools
 import pickle
 import weakref
 
@@ -15,6 +18,7 @@ from linear_cases import EVERY, STOCHASTIC, over_steps, randn, recipe
 import megatron_hybrid as mh
 from megatron_hybrid import kernels, lean, node
 from megatron_hybrid.gemm import backends, cublaslt, scaled_mm
+from megatron_hybrid.plan import GemmPlan
 from megatron_hybrid.tensor import HybridTensor
 
 pytestmark = pytest.mark.skipif(node.library() is None, reason="this build has no _C_node")
@@ -76,9 +80,10 @@ def assert_same(layer, plain, **case):
     for a, b in zip(got, wanted):
         assert a.dtype == b.dtype and a.shape == b.shape and a.stride() == b.stride() and torch.equal(a, b)
     assert layer.plan.calls == plain.plan.calls
+    return got
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", EVERY)
 def test_every_format(fmt, device):
     pair = layers(recipe(fmt, fmt, fmt), device)
     for layer in pair:
@@ -102,7 +107,7 @@ def raises(*args):
     raise AssertionError("the node asked Python for a product")
 
 
-@pytest.mark.parametrize("fmt", [*FORMATS, *EMULATED])
+@pytest.mark.parametrize("fmt", [*EVERY, *EMULATED])
 def test_no_emulated_product_is_left_to_python(fmt, device, monkeypatch):
     pair = layers(recipe_of(fmt), device)
     for layer in pair:
@@ -114,7 +119,7 @@ def test_no_emulated_product_is_left_to_python(fmt, device, monkeypatch):
         assert_same(*pair, main_grad=main_grad)
 
 
-@pytest.mark.parametrize("fmt", [*FORMATS, "halves"])
+@pytest.mark.parametrize("fmt", [*EVERY, "halves"])
 def test_products_that_python_runs(fmt, device):
     """A backend that the node does not know gets the payloads that it would get of Python."""
     pair = layers(recipe_of(fmt), device)
@@ -165,6 +170,120 @@ def test_delayed_scales_and_cached_weights_over_steps(device):
     over_steps(pair, 3, lambda seed: assert_same(*pair, seed=seed))
     buffers = [dict(layer.hq.named_buffers()) for layer in pair]
     assert len(buffers[0]) == 12 and all(torch.equal(t, buffers[1][name]) for name, t in buffers[0].items())
+
+
+SHIPPED = [name for name, _ in mh.list_recipes()]
+RANDOM = dict(fprop="nvfp4:sr", dgrad="nvfp4:row_scaled,sr", wgrad="nvfp4:row_scaled,rht,sr")  # in every operand
+
+
+def rounding(name, device):
+    """Layers of a shipped recipe, or of one whose every operand draws random bits."""
+    return layers(recipe(**RANDOM) if name == "random" else mh.Recipe.load(name), device)
+
+
+@contextlib.contextmanager
+def multiplied():
+    """The bytes of every payload that Python multiplies, in order."""
+    found, run = [], GemmPlan.run
+
+    def spy(plan, gemm, a, b, *args, **kwargs):
+        for s in (a, b):
+            parts = [t.contiguous().reshape(-1).view(torch.uint8).clone() for t in s.buffers().values()]
+            found.append((gemm, s.format, s.direction, s.shape, parts))
+        return run(plan, gemm, a, b, *args, **kwargs)
+
+    GemmPlan.run = spy
+    try:
+        yield found
+    finally:
+        GemmPlan.run = run
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("name", [*SHIPPED, "random"])
+def test_shipped_recipes_over_steps(name, cached, device):
+    """Outputs, gradients and scales of three steps of two microbatches, each of which draws its own random bits."""
+    pair, seen = rounding(name, device), []
+
+    def compare(seed):
+        for layer in pair:
+            layer.hq.weight_cache = layer.hq.weight_cache if cached else None
+        seen.append(assert_same(*pair, seed=7))
+
+    over_steps(pair, 3, compare)
+    assert all(torch.equal(a, b) for a, b in zip(*(layer.hq.buffers() for layer in pair), strict=True))
+    differ = any(not torch.equal(a, b) for a, b in zip(seen[0], seen[1]))
+    assert differ == bool(pair[0].plan.draws)
+
+
+@pytest.mark.parametrize("save_input", ["payload", "original"])
+@pytest.mark.parametrize("whole", [True, False])  # whether keys know the tensor's K; others are Python's to cast with
+@pytest.mark.parametrize("name", [*SHIPPED, "random"])
+def test_payloads_are_python_s(name, whole, save_input, device):
+    pair, found = rounding(name, device), []
+    for layer in pair:
+        layer.hq.backend, layer.hq.save_input = "reference", save_input
+        layer.hq.replan(layer.hq.recipe)
+        layer.hq.index_maps = layer.hq.index_maps if whole else {}
+    without_node(pair[1])
+    ctls = [mh.prepare(layer) for layer in pair]
+    for layer, ctl in zip(pair, ctls):
+        with multiplied() as payloads:
+            for step in (1, 2):
+                ctl.begin_step(step, num_microbatches=2)
+                for microbatch in range(2):
+                    ctl.microbatch(microbatch)
+                    y, _ = results(layer, shape=(33,), seed=microbatch)
+                    assert by_node(y) == (layer is pair[0])
+        found.append(payloads)
+    assert len(found[0]) == len(found[1]) == 4 * 6
+    for (*a, parts), (*b, expected) in zip(*found):
+        assert a == b and all(torch.equal(t, u) for t, u in zip(parts, expected, strict=True)), a
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("name", ["nvfp4", "random"])
+def test_recomputed_forwards_draw_their_bits_again(name, reentrant, device):
+    """With microbatches in between, the gradients are those without recomputation, by the node and by Python."""
+    found = []
+    for python, recompute in itertools.product((False, True), (False, True)):
+        layer = rounding(name, device)[0]
+        ctl = mh.prepare(layer)
+        ctl.begin_step(3, num_microbatches=2)
+        if python:
+            without_node(layer)
+        xs, ys = [randn(33, 48, seed=j).to(device).requires_grad_() for j in range(2)], []
+        for j, x in enumerate(xs):
+            ctl.microbatch(j)
+            module = torch.nn.Sequential(layer, torch.nn.ReLU())
+            run = functools.partial(torch.utils.checkpoint.checkpoint, module, use_reentrant=reentrant)
+            ys.append(run(x) if recompute else module(x))
+            if recompute:
+                ys.pop().sum().backward()
+        for y in ys:  # backwards after both forwards
+            y.sum().backward()
+        found.append([*(x.grad for x in xs), layer.weight.grad])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_keys_that_stand_are_read_where_they_are(device, monkeypatch):
+    """A captured call reads what the controller has written into the memory of its key."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    pair = rounding("random", device)
+    without_node(pair[1])
+    ctls = [mh.prepare(layer) for layer in pair]
+    ctls[0].stand()
+    rngs = []
+    for step, microbatch in ((1, 0), (1, 1), (2, 0)):
+        for ctl in ctls:
+            ctl.begin_step(step, num_microbatches=2)
+            ctl.microbatch(microbatch)
+        (y, got), (_, expected) = (results(layer, shape=(33,), seed=step) for layer in pair)
+        assert by_node(y) and all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+        call = pair[0].hq.call(y.device, mh.linear.LOCAL, training=True)
+        rngs.append({operand: rng.plain_words.data_ptr() for operand, rng in call.rng.items()})
+    assert rngs[0] == rngs[1] == rngs[2] and len(rngs[0]) == 3
 
 
 def test_gradients_go_where_the_weight_says(device):

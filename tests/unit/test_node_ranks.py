@@ -89,7 +89,8 @@ def test_which_calls_it_takes(kind):
 def test_plans_that_are_left_to_python():
     """Amaxes that are kept in payloads and cover other ranks."""
     for kind, fmt, taken in (
-        ("column SP", "nvfp4", False), ("row", "nvfp4", False), ("row", "nvfp4:row_scaled", False),
+        ("column SP", "nvfp4", True), ("row", "nvfp4", True), ("row", "nvfp4:row_scaled", True),
+        ("row SP", "nvfp4:sr", True), ("row", "nvfp4:rht,sr", True),
         ("row", "fp8_rowwise_e4m3", True), ("column SP", "fp8_current_e4m3", True), ("row SP", "mxfp8_e4m3", True),
     ):  # fmt: skip
         assert (runtime(kind, fmt).plan_for(torch.device("cpu")).lean.node is not None) == taken, (kind, fmt)
