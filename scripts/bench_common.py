@@ -15,7 +15,9 @@ from megatron_hybrid.loading import say_loading
 say_loading("torch")
 import torch  # noqa: E402
 
-from megatron_hybrid.observe.profile import CASTS, COLLECTIVES, GEMMS, OTHER, kind
+from megatron_hybrid.observe.profile import CASTS, COLLECTIVES, GEMMS, OTHER, PERMUTATION, kind
+
+_SHOWN = (GEMMS, CASTS, PERMUTATION, COLLECTIVES)
 
 _SPIN = 20_000_000  # clock cycles, about 11 ms: the host runs ahead of the device behind it
 
@@ -73,10 +75,10 @@ def is_cast(kernel: str) -> bool:
 
 
 def kernel_shares(kernels: list[tuple[str, float]]) -> dict[str, float]:
-    """us of GEMMs, of this package's own kernels, of collectives, and of everything else."""
+    """us of GEMMs, of casts, of permutations of tokens, of collectives, and of everything else."""
     total = Counter()
     for name, us in kernels:
-        total[found if (found := kind(name)) in (GEMMS, CASTS, COLLECTIVES) else OTHER] += us
+        total[found if (found := kind(name)) in _SHOWN else OTHER] += us
     return dict(total)
 
 

@@ -24,13 +24,14 @@ from ..whole_file import write_whole
 from .recorder import ranked_path
 from .watched_plan import WatchedPlan
 
-CASTS, GEMMS, COLLECTIVES, WAITING, OTHER = "casts", "gemms", "collectives", "waiting for the host", "other"
+CASTS, GEMMS, PERMUTATION, COLLECTIVES = "casts", "gemms", "permutation", "collectives"
+WAITING, OTHER = "waiting for the host", "other"
 KINDS = (  # of kernels, by name; the first that fits
     (COLLECTIVES, r"nccl"),
     ("attention", r"sdpa|fmha|flash|cudnn::fusion"),
     (GEMMS, r"gemm|nvjet|cutlass|xmma|splitk|cublas|grouped|^_rows|^_contract"),
     (CASTS, r"mh::"),
-    ("permutation", r"^_(gather|copy|clear|sum|index|dot)\b"),
+    (PERMUTATION, r"^_(gather|copy|clear|sum|index|dot|scatter|chunks)\b"),
     ("fused", r"^_(norm|swiglu|weighted|split_rotate|loss|column|scale)"),
     ("copies", r"memcpy|memset|copy_kernel|CatArray|^_turn"),
     ("torch elementwise", r"elementwise|reduce_kernel|triton_"),
