@@ -125,7 +125,7 @@ class GroupedCall:
 
     def both(self, operand: str, x: torch.Tensor, copies: RowMap | None) -> tuple[QuantizedStorage, GroupedColumns]:
         """The T rows by rows and by columns, from one read of x where its formats and the device have that."""
-        if type(x) is torch.Tensor and (copies is None or not copies.repeats):
+        if type(x) is torch.Tensor:
             layout = self.groups.layout(self.how.alignment)
             found = self.how.casts[operand].both(x, layout, copies)
             if found is not None:

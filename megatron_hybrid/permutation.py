@@ -22,15 +22,14 @@ class RowMap:
     """T rows sorted by expert, copies of N tokens' rows. All int32 on the device.
 
     choice: (T,) of each row its token * E + its expert, -1 for a row that nothing chose. starts: (N + 1,), rows: (T,):
-    the rows of token t are rows[starts[t] : starts[t + 1]], by expert.
+    the rows of token t are rows[starts[t] : starts[t + 1]], by expert. sizes: (E,), of each expert, where known.
     """
-
-    repeats = True  # whether a row may have more than one copy
 
     choice: torch.Tensor
     starts: torch.Tensor
     rows: torch.Tensor
     num_experts: int
+    sizes: torch.Tensor | None = None
 
     @classmethod
     def of(cls, routing_map: torch.Tensor, num_rows: int) -> RowMap:
@@ -40,8 +39,11 @@ class RowMap:
         if _has_triton(routed):
             from .ops_triton import permute
 
-            return cls(*permute.index(routed, num_rows), routed.shape[1])
-        return cls(*_index(routed, num_rows), routed.shape[1])
+            found = permute.index(routed, num_rows)
+        else:
+            found = _index(routed, num_rows)
+        choice, starts, rows, sizes = found
+        return cls(choice, starts, rows, routed.shape[1], sizes)
 
     @property
     def num_tokens(self) -> int:
@@ -90,17 +92,16 @@ class RowOrder(RowMap):
     """T rows in another order, each of them once: row choice[i] stands at place i, and row t at place rows[t].
 
     Nothing is added: `sum` is `expand` back.
+
+    sizes: of the experts whose rows these are.
     """
 
-    repeats = False
-
-    def __init__(self, choice: torch.Tensor, rows: torch.Tensor):
-        super().__init__(choice, None, rows, 1)
+    def __init__(self, choice: torch.Tensor, rows: torch.Tensor, sizes: torch.Tensor | None = None):
+        super().__init__(choice, None, rows, 1, sizes)
 
     @classmethod
-    def by_expert(cls, counts: torch.Tensor, first: int, num: int, num_rows: int) -> tuple[RowOrder, torch.Tensor]:
-        """The order by expert, then by the rank that sent them, of rows that have come by rank, then by expert; and
-        how many each expert has, (num,) as counts are.
+    def by_expert(cls, counts: torch.Tensor, first: int, num: int, num_rows: int) -> RowOrder:
+        """The order by expert, then by the rank that sent them, of rows that have come by rank, then by expert.
 
         counts: int (R, E) on the device, rows that each rank sends to each expert. Here are `num` experts from `first`
         on, with num_rows rows in all.
@@ -108,12 +109,11 @@ class RowOrder(RowMap):
         if _has_triton(counts):
             from .ops_triton import permute
 
-            choice, rows, sizes = permute.chunks_by_expert(counts, first, num, num_rows)
-            return cls(choice, rows), sizes
+            return cls(*permute.chunks_by_expert(counts, first, num, num_rows))
         here = counts[:, first : first + num]
         order = torch.arange(here.numel(), device=counts.device).view(-1, num).T.reshape(-1)
         choice = chunk_sources(here.reshape(-1), order, num_rows)
-        return cls(choice, inverse(choice)), here.sum(dim=0)
+        return cls(choice, inverse(choice), here.sum(dim=0, dtype=counts.dtype))
 
     @property
     def num_tokens(self) -> int:
@@ -143,7 +143,7 @@ def _index(routed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, ...]:
     last = torch.where(choice < 0, N * E, choice)  # rows that nothing chose stand at the end
     rows = torch.where(last.sort(stable=True).values < N * E, last.argsort(stable=True), -1)
     starts = torch.nn.functional.pad(routed.sum(1).cumsum(0), (1, 0))
-    return tuple(t.to(torch.int32) for t in (choice, starts, rows))
+    return tuple(t.to(torch.int32) for t in (choice, starts, rows, routed.sum(0)))
 
 
 def permute(tokens: torch.Tensor, where: RowMap) -> torch.Tensor:

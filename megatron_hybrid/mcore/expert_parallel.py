@@ -31,13 +31,13 @@ class AcrossRanks(MoEAlltoAllTokenDispatcher):
         """Start to tell all ranks how many rows go where; tokens (N, H)."""
         self.hidden_shape, self.routing_map = hidden_states.shape, routing_map
         tokens = hidden_states.view(-1, self.hidden_shape[-1])
-        own = routing_map.sum(dim=0)
+        self.where = RowMap.of(routing_map, tokens.shape[0] * self.config.moe_router_topk)
+        own = self.where.sizes
         counts = own.new_empty(self.ep_size * self.num_experts)
         dist.all_gather_into_tensor(counts, own, group=self.ep_group)
         self.counts = counts.view(self.ep_size, self.num_experts)  # rows that each rank sends to each expert
         self.counts_of_host = self.counts.to("cpu", non_blocking=True)
         self.counted = torch.cuda.current_stream().record_event()
-        self.where = RowMap.of(routing_map, tokens.shape[0] * self.config.moe_router_topk)
         return tokens
 
     def wait_for_counts(self) -> None:
@@ -64,8 +64,8 @@ class AcrossRanks(MoEAlltoAllTokenDispatcher):
         total, counts, self.counts = sum(received), self.counts, None
         if num == 1:
             return None, Groups(self.sizes, 1, total, device)
-        order, sizes = RowOrder.by_expert(counts, self.local_expert_indices[0], num, total)
-        return order, Groups(sizes, num, total, device, host=self.sizes)
+        order = RowOrder.by_expert(counts, self.local_expert_indices[0], num, total)
+        return order, Groups(order.sizes, num, total, device, host=self.sizes)
 
     def combine_preprocess(self, rows):
         return rows

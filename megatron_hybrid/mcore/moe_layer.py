@@ -65,7 +65,7 @@ class TokensStay(OneRank):
         """Where the rows are whose tokens these are."""
         rows = tokens.shape[0] * self.config.moe_router_topk
         where = RowMap.of(routing_map, rows)
-        groups = Groups(routing_map.sum(dim=0), self.num_local_experts, rows, tokens.device)
+        groups = Groups(where.sizes, self.num_local_experts, rows, tokens.device)
         return groups.between(copies=where, sums=where)
 
     def dispatch_postprocess(self, tokens, probs):

@@ -17,22 +17,66 @@ from .launch import cdiv, on_device, power_of_2
 _ROWS, _BLOCK, _AT_ONCE = 4, 2048, 8  # rows and columns of a program that copies; rows added between two looks at the map
 _LEAST, _LONG = 512, 512  # elements of a program, bytes of a row
 _BESIDE, _CLEARED = 256, 64  # columns of what is copied beside; rows of a program that looks for those without a choice
-_TILE = 2048  # of a routing map, a program
+_TILE, _MOST_COUNTS = 2048, 128  # of a routing map at once; programs that count, each of which reads all of their counts
 _WORD = torch.int32
 _PARTS = 4  # programs for the rows that a rank sends to an expert
 
 
-@triton.jit(do_not_specialize=["N", "T"])  # they follow the number of tokens
-def _index(routed, at, starts, choice, rows, N, T, E, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
-    """routed (N, E); at (E, N): how many were chosen up to there, expert by expert; starts (N + 1,)."""
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    e = tl.arange(0, EXPERTS)
+@triton.jit
+def _chosen(routed, first, N, E, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """int32 (TOKENS, EXPERTS) of the tokens from `first` on: 1 where one goes to an expert."""
+    t, e = first + tl.arange(0, TOKENS), tl.arange(0, EXPERTS)
     inside = (t < N)[:, None] & (e < E)[None, :]
-    chosen = tl.load(routed + t[:, None] * E + e[None, :], mask=inside, other=0) != 0
-    row = tl.load(at + e[None, :] * N + t[:, None], mask=chosen, other=0) - 1
-    slot = tl.load(starts + t, mask=t < N, other=0)[:, None] + tl.cumsum(chosen.to(tl.int32), axis=1) - 1
-    tl.store(choice + row, t[:, None] * E + e[None, :], mask=chosen & (row < T))
-    tl.store(rows + slot, tl.where(row < T, row, -1), mask=chosen & (slot < T))
+    return (tl.load(routed + t[:, None] * E + e[None, :], mask=inside, other=0) != 0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["N", "TILES"])  # they follow the number of tokens
+def _count(routed, counts, N, E, TILES, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    """counts (programs, E): of TILES * TOKENS tokens how many go to each expert."""
+    e = tl.arange(0, EXPERTS)
+    found = tl.zeros((EXPERTS,), tl.int32)
+    for tile in range(0, TILES):
+        first = (tl.program_id(0) * TILES + tile) * TOKENS
+        found += tl.sum(_chosen(routed, first, N, E, TOKENS, EXPERTS), axis=0)
+    tl.store(counts + tl.program_id(0) * E + e, found, mask=e < E)
+
+
+@triton.jit(do_not_specialize=["N", "T", "TILES"])
+def _index(
+    routed, counts, starts, choice, rows, sizes, N, T, E, TILES, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """As many programs as `_count`'s, each for the same tokens. Rows that nothing chose are written by the last one."""
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    e, p = tl.arange(0, EXPERTS), tl.arange(0, TOKENS)
+    total, before = tl.zeros((EXPERTS,), tl.int32), tl.zeros((EXPERTS,), tl.int32)
+    for some in range(0, programs, TOKENS):
+        inside = (some + p < programs)[:, None] & (e < E)[None, :]
+        n = tl.load(counts + (some + p)[:, None] * E + e[None, :], mask=inside, other=0)
+        total += tl.sum(n, axis=0)
+        before += tl.sum(tl.where((some + p < program)[:, None], n, 0), axis=0)
+    row = tl.cumsum(total, axis=0) - total + before  # the next one of each expert
+    slot = tl.sum(before, axis=0)
+    for tile in range(0, TILES):
+        first = (program * TILES + tile) * TOKENS
+        t, chosen = first + p, _chosen(routed, first, N, E, TOKENS, EXPERTS)
+        its = tl.sum(chosen, axis=1)
+        start = slot + tl.cumsum(its, axis=0) - its
+        tl.store(starts + t, start, mask=t < N)
+        to = row[None, :] + tl.cumsum(chosen, axis=0) - 1
+        at = start[:, None] + tl.cumsum(chosen, axis=1) - 1
+        tl.store(choice + to, t[:, None] * E + e[None, :], mask=(chosen != 0) & (to < T))
+        tl.store(rows + at, tl.where(to < T, to, -1), mask=(chosen != 0) & (at < T))
+        row += tl.sum(chosen, axis=0)
+        slot += tl.sum(its, axis=0)
+    if program == programs - 1:
+        tl.store(starts + N, slot)
+        tl.store(sizes + e, total, mask=e < E)
+        for some in range(slot, T, BLOCK):
+            left = some + tl.arange(0, BLOCK)
+            none = tl.zeros((BLOCK,), tl.int32) - 1
+            tl.store(choice + left, none, mask=left < T)
+            tl.store(rows + left, none, mask=left < T)
 
 
 @triton.jit
@@ -158,21 +202,28 @@ def _scale(y, by_row, by_col, group, stride, rows, W, ROWS: tl.constexpr, BLOCK:
     tl.store(to, v.to(y.dtype.element_ty), mask=inside)
 
 
-def index(routed: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(choice (T,), starts (N + 1,), rows (T,)), int32, of a routing map (N, E): rows sorted by expert, then by token."""
-    (N, E), device = routed.shape, routed.device
-    at = routed.T.reshape(-1).cumsum(0, dtype=torch.int32)
-    starts = torch.nn.functional.pad(routed.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32), (1, 0))
-    choice = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-    rows = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+def index(
+    routed: torch.Tensor, num_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(choice (T,), starts (N + 1,), rows (T,), sizes (E,)), int32, of a routing map (N, E): rows sorted by expert, then
+    by token, and how many each expert has."""
+    N, E = routed.shape
+    made = {"dtype": torch.int32, "device": routed.device}
+    choice, rows = torch.empty(num_rows, **made), torch.empty(num_rows, **made)
+    starts, sizes = torch.empty(N + 1, **made), torch.empty(E, **made)
     experts = max(16, power_of_2(E))
     tokens = max(1, _TILE // experts)
+    tiles = max(1, cdiv(cdiv(N, tokens), _MOST_COUNTS))
+    programs = max(1, cdiv(N, tokens * tiles))
+    counts = torch.empty((programs, E), **made)
+    routed = routed.contiguous().view(torch.uint8)
     with on_device(routed):
-        _index[max(1, cdiv(N, tokens)),](
-            routed.contiguous().view(torch.uint8), at, starts, choice, rows, N, num_rows, E,
-            TOKENS=tokens, EXPERTS=experts,
+        _count[programs,](routed, counts, N, E, tiles, TOKENS=tokens, EXPERTS=experts)
+        _index[programs,](
+            routed, counts, starts, choice, rows, sizes, N, num_rows, E, tiles,
+            TOKENS=tokens, EXPERTS=experts, BLOCK=1024, num_warps=8,
         )  # fmt: skip
-    return choice, starts, rows
+    return choice, starts, rows, sizes
 
 
 def chunks_by_expert(

@@ -128,7 +128,7 @@ def check_what_rows_as_they_come_put_on_the_wire():
             of_both.append(calls)
         ours, theirs = ([sorted(calls[kind]) for kind in ("all_to_all", "gather")] for calls in of_both)
         assert ours[0] == theirs[0] and len(ours[0]) == 6, of_both
-        assert ours[1] == [8 * 4], of_both  # of four experts, 64 bits each
+        assert ours[1] == [4 * 4], of_both  # of four experts, 32 bits each
         moved.append(of_both[0]["all_to_all"])
     rows = moved[0][0] // (2 * H)  # tokens come first
     assert moved[0][0] == rows * 2 * H and moved[1][0] == rows * (H + 4)

@@ -130,7 +130,7 @@ def statistics() -> None:
 def moved(tokens=64, E=128, K=2048, F=768) -> None:
     """The kernels around experts: rows moved to them and back, their activation."""
     x = torch.zeros(tokens, K, dtype=torch.bfloat16)
-    choice, starts, rows = permute.index(torch.zeros(tokens, E, dtype=torch.bool), 8 * tokens)
+    choice, starts, rows, _ = permute.index(torch.zeros(tokens, E, dtype=torch.bool), 8 * tokens)
     permute.chunks_by_expert(torch.zeros(4, 2 * E, dtype=torch.int64), E, E, 8 * tokens)
     y, weights = permute.gather(x, choice, E), torch.zeros(8 * tokens)
     permute.gather(x, choice, E, weights)

@@ -113,6 +113,7 @@ def test_dropped_tokens_and_rows_that_nothing_chose(device):
     mapping[7, :] = False
     chosen = int(mapping.sum())
     where = RowMap.of(mapping, chosen + 5)
+    assert torch.equal(where.sizes, mapping.sum(0).int())
     assert where.num_tokens == 30 and (where.choice[chosen:] == -1).all() and (where.choice[:chosen] >= 0).all()
     x = randn(30, W, device=device, seed=1).requires_grad_()
     rows = permute(x, where)
@@ -169,8 +170,8 @@ def test_rows_by_expert_that_came_by_rank(counts, first, device):
     here = torch.tensor(counts)
     everyone = torch.nn.functional.pad(here, (first, 4), value=9).to(device)
     (ranks, num), rows = here.shape, int(here.sum())
-    order, sizes = RowOrder.by_expert(everyone, first, num, rows)
-    assert torch.equal(sizes.cpu(), here.sum(0)) and order.num_tokens == order.num_rows == rows
+    order = RowOrder.by_expert(everyone, first, num, rows)
+    assert torch.equal(order.sizes.cpu(), here.sum(0)) and order.num_tokens == order.num_rows == rows
     x, dy = (randn(rows, W, device=device, seed=s) for s in (1, 2))
     weights = randn(rows, device=device, seed=3)
     chunks = torch.arange(ranks * num).view(ranks, num).T.reshape(-1)
