@@ -4,6 +4,6 @@
 
 namespace mh {
 
-constexpr int kInterface = 6;
+constexpr int kInterface = 7;
 
 }  // namespace mh

@@ -86,14 +86,15 @@ class OperandCast:
     """`HybridQuantizer.cast` of one operand of a plan."""
 
     def __init__(self, quantizer: HybridQuantizer, transposed: bool, device_type: str):
-        self.quantizer, self.transposed = quantizer, transposed
+        self.quantizer, self.transposed, self.derives = quantizer, transposed, quantizer.derives_columnwise
         self.row = SideCast(quantizer.rowwise, ROWWISE, False, device_type)
         self.col = SideCast(quantizer.columnwise, COLUMNWISE, transposed, device_type)
 
     @property
     def takes_computed(self) -> bool:
         """Whether both directions can be cast as they are computed: no scale needs to know all of it before."""
-        return all(s.quantized and (s.format.is_stateful or not s.measures) for s in (self.row, self.col))
+        known = all(s.quantized and (s.format.is_stateful or not s.measures) for s in (self.row, self.col))
+        return known and not self.derives
 
     def __call__(
         self, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes=(None, None), sums=None, rng=None,
@@ -132,37 +133,43 @@ class LeanCasts:
         self.input, self.weight, self.grad_output = (
             OperandCast(plan.quantizers[op], plan.transposed(op), plan.device.type) for op in plan.quantizers
         )
-        self.keeps_input, self.keeps_weight = (plan.saved[op] == COLUMNWISE for op in ("input", "weight"))
+        self.kept, self.shards = dict(plan.saved), None
+        if plan.sharding is not None:
+            self.shards = node.shards_of(plan)
+            if plan.gathered == "input" and self.shards is not None:
+                self.kept["input"] = plan.kept_of_gathered(self.shards["unit"])
+        self.keeps_input, self.keeps_weight = (self.kept[op] == COLUMNWISE for op in ("input", "weight"))
+        # whether this module runs such a plan without the node; else linear.py does
+        self.alone = plan.sharding is None and not any(q.derives_columnwise for q in plan.quantizers.values())
         self.sums = sums_in_cast(plan)
         self.stateful = any(f.is_stateful for q in plan.quantizers.values() for f in q.formats())
         self.draws = plan.draws
         self.node = self._node(plan) if node.serves(plan.device.type) else None
 
     def _node(self, plan) -> node.NodePlan | None:
-        shards = None if plan.sharding is None else node.shards_of(plan)
-        if plan.sharding is not None and shards is None:
+        if plan.sharding is not None and self.shards is None:
             return None
         casts = self.input, self.weight, self.grad_output
-        steps = tuple(plan.steps().values())
-        return node.NodePlan(casts, steps, (self.keeps_input, self.keeps_weight), self.sums, plan.device.type, shards)
+        steps, kept = tuple(plan.steps().values()), (self.kept["input"], self.kept["weight"])
+        return node.NodePlan(casts, steps, kept, self.sums, plan.device.type, self.shards)
 
     def has_states(self, states) -> bool:
         """Whether what these casts scale by history is there."""
         return states is not None or not self.stateful
 
-    def has_keys(self, rng, several: bool) -> bool:
-        """Whether the keys that these casts draw with are there, of one part each; of several ranks the node asks Python for
-        operands whose keys have more."""
-        return not self.draws or (rng is not None and (several or all(rng[op].parts is None for op in self.draws)))
+    def has_keys(self, rng) -> bool:
+        """Whether the keys that these casts draw with are there, of one part each where the node may not be the one to cast:
+        it asks linear.py for operands whose keys have more."""
+        if not self.draws:
+            return True
+        return rng is not None and (not self.alone or all(rng[op].parts is None for op in self.draws))
 
     @classmethod
     def of(cls, plan) -> LeanCasts | None:
         """None for a plan that needs more than this."""
         quantizers = plan.quantizers.values()
         known = ("input", "weight", "grad_output") == tuple(plan.quantizers)
-        if not known or any(q.derives_columnwise for q in quantizers):
-            return None
-        return cls(plan) if all(q.rowwise and q.columnwise for q in quantizers) else None
+        return cls(plan) if known and all(q.rowwise and q.columnwise for q in quantizers) else None
 
     def side(self, operand: str, direction: str) -> SideCast:
         cast = getattr(self, operand)
@@ -170,7 +177,7 @@ class LeanCasts:
 
     def cast_weight(self, weight, columnwise: bool, call, states):
         """(rowwise, columnwise) payloads of a call's weight, from its cache where there is one."""
-        if call.plan.sharding is not None:
+        if not self.alone:
             return call.quantize("weight", weight, rowwise=True, columnwise=columnwise)
         rng = (call.rng or {}).get("weight")
         if call.weight_cache is None:
@@ -201,7 +208,7 @@ def casts_lean(x, operand: str, plan, states, rng) -> bool:
     if kernels.traced(x) or x.dtype not in kernels.SOURCE_CODES or x.dim() == 0:
         return False
     lean = plan.lean
-    if lean is None or not lean.has_states(states):
+    if lean is None or not lean.has_states(states) or getattr(lean, operand).derives:
         return False
     return operand not in lean.draws or (rng is not None and rng.parts is None)
 
@@ -210,20 +217,20 @@ def runs_lean(x, weight, call) -> bool:
     """Whether `LeanLinear` can run a call, or, of several ranks, the C++ node might."""
     lean = call.plan.lean
     return (
-        lean is not None and (call.plan.sharding is None or lean.node is not None)
+        lean is not None and (lean.alone or lean.node is not None)
         and type(x) in _PLAIN and type(weight) in _PLAIN
         and x.dtype in kernels.SOURCE_CODES and weight.dtype in kernels.SOURCE_CODES and x.dim() > 0
         and torch.is_grad_enabled() and x.device == weight.device and lean.has_states(call.state)
-        and lean.has_keys(call.rng, call.plan.sharding is not None)
+        and lean.has_keys(call.rng)
     )  # fmt: skip
 
 
 def lean_linear(x, weight, bias, call) -> torch.Tensor | None:
-    """`linear.hybrid_linear` of a call that `runs_lean`: by the C++ node where it is there and can. None for one of several
-    ranks that it cannot run: linear.py is what is left."""
-    run = call.plan.lean.node
-    y = None if run is None else run(x, weight, bias, call)
-    return LeanLinear.apply(x, weight, bias, call) if y is None and call.plan.sharding is None else y
+    """`linear.hybrid_linear` of a call that `runs_lean`: by the C++ node where it is there and can. None for one that neither
+    it nor `LeanLinear` can run: linear.py is what is left."""
+    lean = call.plan.lean
+    y = None if lean.node is None else lean.node(x, weight, bias, call)
+    return LeanLinear.apply(x, weight, bias, call) if y is None and lean.alone else y
 
 
 class LeanLinear(torch.autograd.Function):

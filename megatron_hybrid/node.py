@@ -26,7 +26,7 @@ from .storage import QuantizedStorage
 from .storage_layout import relayout
 from .tensor import HybridTensor
 
-_INTERFACE = 6  # csrc/interface.h
+_INTERFACE = 7  # csrc/interface.h
 _KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
 _NO_TYPES, _NO_MODES = {torch.bfloat16: 0, torch.float32: 0}, {"none": 0}  # of a plan that does not ask cuBLASLt
 
@@ -59,15 +59,15 @@ def serves(device_type: str) -> bool:
 class NodePlan:
     """A plan as the node reads it. Calling it with (x, weight, bias, call) gives y, or None for a call that is lean.py's."""
 
-    def __init__(self, casts: tuple, steps: tuple, keeps: tuple[bool, bool], sums: bool, device_type: str, shards=None):
-        """casts: an `OperandCast` an operand. steps: a `GemmStep` a gemm. keeps: whether columns of input and weight are.
+    def __init__(self, casts: tuple, steps: tuple, kept: tuple[str, str], sums: bool, device_type: str, shards=None):
+        """casts: an `OperandCast` an operand. steps: a `GemmStep` a gemm. kept: of input and weight, as `GemmPlan.saved`.
         shards: of a plan of several ranks, what `shards_of` says."""
-        self._made_of = casts, steps, keeps, sums, device_type, shards
+        self._made_of = casts, steps, kept, sums, device_type, shards
         direct = any(_asks_cublaslt(step) for step in steps) and cublaslt.library() is not None
         types, modes = cublaslt.codes() if direct else (_NO_TYPES, _NO_MODES)
         self.run = library().Plan(
             sides=[[_side(side) for side in (cast.row, cast.col)] for cast in casts],
-            products=[_product(step) for step in steps], keeps_input=keeps[0], keeps_weight=keeps[1], sums=sums,
+            products=[_product(step) for step in steps], kept=kept, derives=[cast.derives for cast in casts], sums=sums,
             bf16=types[torch.bfloat16], fp32=types[torch.float32], no_scale=modes["none"],
             casts=kernels.extension(device_type).CASTS, matmul=cublaslt.library().MATMUL if direct else None,
             workspace_bytes=cublaslt.WORKSPACE, python=sys.modules[__name__],
@@ -87,7 +87,8 @@ def shards_of(plan) -> dict | None:
     reduced = [plan.reduced.get(operand, (False, False)) for operand in quantizers]
     amaxes = dict(reduced=reduced, same_amax=[q.has_one_amax for q in quantizers.values()])
     for operand, both in zip(quantizers, reduced):
-        if both[1] and plan.saved.get(operand, COLUMNWISE) != COLUMNWISE:
+        in_backward = plan.saved.get(operand, COLUMNWISE) != COLUMNWISE and not quantizers[operand].derives_columnwise
+        if both[1] and in_backward:
             return None
     if sharding.gathered is None:
         return dict(gathered=-1, ways=[PAYLOAD] * 2, unit=1, **amaxes)
@@ -152,10 +153,10 @@ def cast(call, operand: str, x: torch.Tensor, rowwise: bool, columnwise: bool, a
 
     amaxes: those that were reduced over ranks, flat, else None.
     """
-    plan, lean = call.plan, call.plan.lean
-    formats = plan.quantizers[operand].formats()
+    lean, formats = call.plan.lean, call.plan.quantizers[operand].formats()
     known = [a if a is None else a.view(f.amax_shape(*x.shape, d)) for a, f, d in zip(amaxes, formats, DIRECTIONS)]
-    row, col = plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, amax=known, **call.keys(operand))
+    reduced = None if amaxes == (None, None) else lambda: known
+    row, col = call.cast(operand, x, rowwise=rowwise, columnwise=columnwise, amax=reduced)
     return _parts(row, lean.side(operand, ROWWISE)), _parts(col, lean.side(operand, COLUMNWISE))
 
 
@@ -172,10 +173,20 @@ def gradients(call, needs: tuple, x, w, dy: torch.Tensor, weight: torch.Tensor, 
     or None."""
     from . import lean, linear
 
-    by_operators = lean.gradients if call.plan.sharding is None else linear.gradients
     casts = call.plan.lean
-    kept = (cast.col.payload(*k) if isinstance(k, tuple) else k for cast, k in ((casts.input, x), (casts.weight, w)))
+    by_operators = lean.gradients if casts.alone else linear.gradients
+    kept = (
+        casts.side(operand, casts.kept[operand]).payload(*k) if isinstance(k, tuple) else k
+        for operand, k in (("input", x), ("weight", w))
+    )
     return by_operators(call, needs, *kept, dy, weight, dtype, shape)
+
+
+def derived_column(call, operand: str, row: tuple, whole: bool):
+    """The columnwise payload of an operand that is cast from its rowwise one's decode. whole: see `LinearCall.cast`."""
+    lean = call.plan.lean
+    kept = lean.side(operand, ROWWISE).payload(*row)
+    return _parts(call.columnwise(operand, kept, whole=whole), lean.side(operand, COLUMNWISE))
 
 
 def column_of(call, row: tuple):

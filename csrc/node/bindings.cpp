@@ -33,10 +33,10 @@ PyObject* get_saved(PyObject* self, void*) {
     if (t.defined()) found.append(wrap(t));
   };
   if (!node.released) {
-    if (node.needs[1] && !node.plan->keeps_input) add(node.x_kept.unpack());
-    if (node.needs[0] && !node.plan->keeps_weight) add(node.w_kept.unpack());
+    if (node.needs[1] && node.plan->kept[kInput] == Kept::original) add(node.x_kept.unpack());
+    if (node.needs[0] && node.plan->kept[kWeight] == Kept::original) add(node.w_kept.unpack());
   }
-  for (const auto& p : {node.x_col, node.w_col})
+  for (const auto& p : {node.x_payload, node.w_payload})
     for (const Tensor& t : p.memory) add(t);
   return found.release().ptr();
   END_HANDLE_TH_ERRORS
@@ -84,12 +84,22 @@ Product make_product(const std::string& route, const std::string& backend, const
   return {routes.at(route), backend, in_bf16, covered, types, modes, rows_a, fast};
 }
 
+// The place of a word among others.
+template <class Words>
+int place_of(const std::string& word, const Words& words) {
+  const auto found = std::find(std::begin(words), std::end(words), word);
+  TORCH_CHECK(found != std::end(words), "the node knows no ", word);
+  return static_cast<int>(found - std::begin(words));
+}
+
 std::shared_ptr<Plan> make_plan(const std::array<std::array<Side, 2>, 3>& sides, const std::array<Product, 3>& products,
-                                bool keeps_input, bool keeps_weight, bool sums, int bf16, int fp32, int no_scale,
-                                const py::capsule& casts, const py::object& matmul, int64_t workspace_bytes, py::handle python,
-                                const std::optional<Sharding>& sharding) {
+                                const std::array<std::string, 2>& kept, const std::array<bool, 3>& derives, bool sums,
+                                int bf16, int fp32, int no_scale, const py::capsule& casts, const py::object& matmul,
+                                int64_t workspace_bytes, py::handle python, const std::optional<Sharding>& sharding) {
   const auto* table = matmul.is_none() ? nullptr : matmul.cast<py::capsule>().get_pointer<const Matmul>();
-  return std::make_shared<Plan>(Plan{sides, products, keeps_input, keeps_weight, sums, bf16, fp32, no_scale,
+  const std::array<Kept, 2> keeps{static_cast<Kept>(place_of(kept[kInput], kKept)),
+                                  static_cast<Kept>(place_of(kept[kWeight], kKept))};
+  return std::make_shared<Plan>(Plan{sides, products, keeps, derives, sums, bf16, fp32, no_scale,
                                      casts.get_pointer<const Casts>(), table, workspace_bytes, hold(python),
                                      sharding.value_or(Sharding{})});
 }
@@ -97,12 +107,7 @@ std::shared_ptr<Plan> make_plan(const std::array<std::array<Side, 2>, 3>& sides,
 Sharding make_sharding(int gathered, const std::array<std::string, 2>& ways, int64_t unit,
                        const std::array<std::array<bool, 2>, 3>& reduced, const std::array<bool, 3>& same_amax) {
   Sharding made{true, gathered, {}, unit, reduced, same_amax};
-  const auto end = std::end(kWays);
-  for (int d = 0; gathered >= 0 && d < 2; ++d) {
-    const auto found = std::find(std::begin(kWays), end, ways[d]);
-    TORCH_CHECK(found != end, "no way of a gather that the node knows: ", ways[d]);
-    made.ways[d] = static_cast<Way>(found - std::begin(kWays));
-  }
+  for (int d = 0; gathered >= 0 && d < 2; ++d) made.ways[d] = static_cast<Way>(place_of(ways[d], kWays));
   return made;
 }
 
@@ -150,9 +155,8 @@ PYBIND11_MODULE(_C_node, m) {
       .def(py::init(&make_ranks), py::kw_only(), py::arg("group"), py::arg("size"), py::arg("coalesces"), py::arg("output"),
            py::arg("dgrad"));
   py::class_<Plan, std::shared_ptr<Plan>>(m, "Plan", py::module_local())
-      .def(py::init(&make_plan), py::kw_only(), py::arg("sides"), py::arg("products"), py::arg("keeps_input"),
-           py::arg("keeps_weight"), py::arg("sums"), py::arg("bf16"), py::arg("fp32"), py::arg("no_scale"),
-           py::arg("casts"), py::arg("matmul"), py::arg("workspace_bytes"), py::arg("python"), py::arg("sharding"))
+      .def(py::init(&make_plan), py::kw_only(), py::arg("sides"), py::arg("products"), py::arg("kept"),
+           py::arg("derives"), py::arg("sums"), py::arg("bf16"), py::arg("fp32"), py::arg("no_scale"), py::arg("casts"), py::arg("matmul"), py::arg("workspace_bytes"), py::arg("python"), py::arg("sharding"))
       .def("__call__", &linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("call"));
   m.attr("INTERFACE") = mh::kInterface;
   m.attr("LinearBackward") = node_type();

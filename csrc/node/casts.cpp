@@ -43,6 +43,59 @@ Payload unwritten(const Side& side, const Tensor& x, const Tensor& known) {
   return p;
 }
 
+// x (M, K) as a rowwise payload has it, in the dtype that was cast.
+Tensor decoded(const Plan& plan, const Payload& row) {
+  const Tensor out = at::empty({row.m, row.k}, row.options(row.dtype));
+  if (!out.numel()) return out;
+  const Matrix matrix{out.data_ptr(), dtype_code(row.dtype), row.m, row.k, row.k, 1};
+  OperandsArgs args{};
+  args.operands[0] = {row.side->spec, {row.codes(), row.side->transposed, row.scale(), row.outer()}, matrix, true, true};
+  args.has[0] = true;
+  plan.casts->decode_operands(args, where(out.device()));
+  return out;
+}
+
+// Whether one call casts a row and the column of its decode: `derives_in_one_call` of storage.py.
+bool in_one_call(const Side& column, const Tensor& x, const Tensor& known) {
+  return x.is_cuda() && column.quantized && (!column.measures() || column.stateful || known.defined());
+}
+
+Pair cast_at_once(const Plan& plan, Operand operand, const Tensor& x, const std::array<bool, 2>& wanted, const Keys& keys,
+                  const Tensor& sums, const Amaxes& known, bool derived) {
+  Pair made;
+  int64_t needed[3] = {};  // bytes that live until the cast has run: amaxes of both directions, working memory of the row's
+  bool casts = sums.defined();
+  for (int d = 0; d < 2; ++d) {
+    if (!wanted[d]) continue;
+    const Side& side = plan.sides[operand][d];
+    made[d] = unwritten(side, x, known[d]);
+    if (!side.quantized) continue;
+    casts = true;
+    const bool measures = side.measures() && !side.stateful && !known[d].defined();
+    if (measures && !side.keeps_amax()) needed[d] = aligned(made[d].amaxes() * 4);
+    if (measures && d == 0 && side.spec.outer_rows && x.is_cuda()) needed[2] = num_panels(x.size(0)) * 4;
+  }
+  if (!casts) return made;
+  Tensor memory;
+  if (const int64_t bytes = needed[0] + needed[1] + needed[2]; bytes) memory = bytes_beside(x, bytes);
+  uint8_t* temporary = memory.defined() ? static_cast<uint8_t*>(memory.data_ptr()) : nullptr;
+  PairArgs args{};
+  args.derived = derived;
+  args.sums = sums.defined() ? sums.data_ptr<float>() : nullptr;
+  args.row.x = Matrix{x.data_ptr(), dtype_code(x.scalar_type()), x.size(0), x.size(1), x.stride(0), x.stride(1)};
+  const Matrix matrix = args.row.x;
+  for (int d = 0; d < 2; ++d) {
+    if (!wanted[d] || !made[d].side->quantized) continue;
+    auto* scratch = d == 0 && needed[2] ? reinterpret_cast<int32_t*>(temporary + needed[0] + needed[1]) : nullptr;
+    uint8_t* own = temporary + (d ? needed[0] : 0);
+    const State& state = keys.states[operand][d];
+    (d ? args.col : args.row) = arguments(matrix, made[d], state, known[d], keys.words[operand], own, scratch);
+    (d ? args.has_col : args.has_row) = true;
+  }
+  plan.casts->quantize(args, where(x.device()));
+  return made;
+}
+
 }  // namespace
 
 Tensor bytes_beside(const Tensor& x, int64_t size) {
@@ -66,39 +119,18 @@ Tensor sum_parts(const Tensor& x) {
   return at::empty({num_panels(x.size(0)), x.size(1)}, x.options().dtype(ScalarType::Float).requires_grad(false));
 }
 
+Payload derive(const Plan& plan, Operand operand, const Payload& row, const Keys& keys) {
+  return cast_at_once(plan, operand, decoded(plan, row), {false, true}, keys, {}, {}, false)[1];
+}
+
 Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const Keys& keys,
           const Tensor& sums, const Amaxes& known) {
-  const bool wanted[] = {rowwise, columnwise};
-  Pair made;
-  int64_t needed[3] = {};  // bytes that live until the cast has run: amaxes of both directions, working memory of the row's
-  bool casts = sums.defined();
-  for (int d = 0; d < 2; ++d) {
-    if (!wanted[d]) continue;
-    const Side& side = plan.sides[operand][d];
-    made[d] = unwritten(side, x, known[d]);
-    if (!side.quantized) continue;
-    casts = true;
-    const bool measures = side.measures() && !side.stateful && !known[d].defined();
-    if (measures && !side.keeps_amax()) needed[d] = aligned(made[d].amaxes() * 4);
-    if (measures && d == 0 && side.spec.outer_rows && x.is_cuda()) needed[2] = num_panels(x.size(0)) * 4;
-  }
-  if (!casts) return made;
-  Tensor memory;
-  if (const int64_t bytes = needed[0] + needed[1] + needed[2]; bytes) memory = bytes_beside(x, bytes);
-  uint8_t* temporary = memory.defined() ? static_cast<uint8_t*>(memory.data_ptr()) : nullptr;
-  PairArgs args{};
-  args.sums = sums.defined() ? sums.data_ptr<float>() : nullptr;
-  args.row.x = Matrix{x.data_ptr(), dtype_code(x.scalar_type()), x.size(0), x.size(1), x.stride(0), x.stride(1)};
-  const Matrix matrix = args.row.x;
-  for (int d = 0; d < 2; ++d) {
-    if (!wanted[d] || !made[d].side->quantized) continue;
-    auto* scratch = d == 0 && needed[2] ? reinterpret_cast<int32_t*>(temporary + needed[0] + needed[1]) : nullptr;
-    uint8_t* own = temporary + (d ? needed[0] : 0);
-    const State& state = keys.states[operand][d];
-    (d ? args.col : args.row) = arguments(matrix, made[d], state, known[d], keys.words[operand], own, scratch);
-    (d ? args.has_col : args.has_row) = true;
-  }
-  plan.casts->quantize(args, where(x.device()));
+  if (!columnwise || !plan.derives[operand])
+    return cast_at_once(plan, operand, x, {rowwise, columnwise}, keys, sums, known, false);
+  const bool together = in_one_call(plan.sides[operand][1], x, known[1]);
+  Pair made = cast_at_once(plan, operand, x, {true, together}, keys, sums, known, together);
+  if (!together) made[1] = derive(plan, operand, made[0], keys);
+  if (!rowwise) made[0] = {};
   return made;
 }
 

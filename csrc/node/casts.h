@@ -14,7 +14,8 @@ struct State {
 struct Keys {
   std::array<std::array<State, 2>, 3> states;
   std::array<Tensor, 3> words;      // of stochastic rounding, where an operand draws: `Rng.plain_words`
-  std::array<bool, 3> by_python{};  // draws with a key that has none: Python casts it
+  std::array<bool, 3> by_python{};  // Python casts it: it draws with a key that has none, or its derived
+                                    // column has an amax that ranks reduce
 };
 
 // x (..., K) as (M, K).
@@ -37,5 +38,8 @@ using Amaxes = std::array<Tensor, 2>;
 // `OperandCast` of lean.py, x (M, K). sums: undefined, or `sum_parts`. known: contiguous.
 Pair cast(const Plan& plan, Operand operand, const Tensor& x, bool rowwise, bool columnwise, const Keys& keys,
           const Tensor& sums = {}, const Amaxes& known = {});
+
+// The columnwise payload that is cast from a rowwise one's decode: `storage.derive_columnwise`.
+Payload derive(const Plan& plan, Operand operand, const Payload& row, const Keys& keys);
 
 }  // namespace mh::node

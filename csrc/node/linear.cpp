@@ -25,9 +25,17 @@ Tensor LinearNode::run(Gemm gemm, const Payload& a, const Payload& b, ScalarType
 // The payloads of an operand, x (M, K), by the node or by Python; see casts.h.
 Pair LinearNode::cast(Operand operand, const Tensor& x, bool rowwise, bool columnwise, const Tensor& sums,
                       const Amaxes& known) const {
-  if (!keys.by_python[operand]) return node::cast(*plan, operand, x, rowwise, columnwise, keys, sums, known);
-  if (sums.defined()) node::cast(*plan, operand, x, false, false, keys, sums);
+  const bool apart = sums.defined() && (keys.by_python[operand] || plan->derives[operand]);
+  if (apart) node::cast(*plan, operand, x, false, false, keys, sums);
+  if (!keys.by_python[operand])
+    return node::cast(*plan, operand, x, rowwise, columnwise, keys, apart ? Tensor() : sums, known);
   return cast_by_python(*plan, call, operand, x, rowwise, columnwise, known);
+}
+
+// The columnwise payload from a rowwise one. whole: of a gathered operand, all of it, which draws with a key of its own.
+Payload LinearNode::derive(Operand operand, const Payload& row, bool whole) const {
+  if (keys.by_python[operand] || (whole && plan->draws(operand))) return derived_column(*plan, call, operand, row, whole);
+  return node::derive(*plan, operand, row, keys);
 }
 
 // The rowwise payload of this rank's x (..., K), on its way to the others where it is gathered: `whole`. Keeps the column.
@@ -36,7 +44,8 @@ Payload LinearNode::cast_input(const Tensor& x, bool column, Gathered& whole) {
   Looked looked;
   if (plan->sharding.reduces(kInput)) looked = Looked(*plan, *ranks, kInput, x2d, true, column);
   auto [row, col] = cast(kInput, x2d, true, column, {}, looked.finish());
-  if (column) x_col = std::move(col);
+  if (column) x_payload = std::move(col);
+  if (needs[1] && plan->kept[kInput] == Kept::rowwise) x_payload = row;
   if (plan->sharding.gathers(kInput)) whole = Gathered(*ranks, row);
   return row;
 }
@@ -60,7 +69,8 @@ Pair LinearNode::gather_grad_output(const Pair& own, Gathered& column) const {
   Pair whole{row.finish(), Payload()};
   if (!needs[1] || column.started()) return whole;
   if (ways[1] == Way::row_payload) {
-    whole[1] = column_of(*plan, call, whole[0]);
+    const bool derived = plan->derives[kGradOutput];
+    whole[1] = derived ? derive(kGradOutput, whole[0], true) : column_of(*plan, call, whole[0]);
   } else {
     whole[1] = whole[0], whole[1].side = &plan->sides[kGradOutput][1];
   }
@@ -68,9 +78,22 @@ Pair LinearNode::gather_grad_output(const Pair& own, Gathered& column) const {
 }
 
 // The columnwise payload of this rank's input.
-Payload LinearNode::input_column() {
-  if (plan->keeps_input) return x_col;
+Payload LinearNode::input_column() const {
+  if (plan->kept[kInput] == Kept::columnwise) return x_payload;
+  if (plan->kept[kInput] == Kept::rowwise) return derive(kInput, x_payload, false);
   return cast(kInput, as_matrix(x_kept.unpack()), false, true)[1];
+}
+
+Payload LinearNode::weight_column() const {
+  if (plan->kept[kWeight] == Kept::columnwise) return w_payload;
+  if (plan->kept[kWeight] == Kept::rowwise) return derive(kWeight, w_payload, false);
+  return cast(kWeight, w_kept.unpack(), false, true)[1];
+}
+
+// Of the whole input, from all ranks' columns, or from all ranks' rows.
+Payload LinearNode::gathered_input_column(Gathered& coming) const {
+  const Payload whole = coming.finish();
+  return whole.side->spec.axis == 0 ? derive(kInput, whole, true) : whole;
 }
 
 // Counts this backward's GEMMs; whether the weight says where its gradient goes (saved.py).
@@ -107,8 +130,9 @@ bool readable(const Plan& plan, const Tensor& dy) {
 variable_list LinearNode::backward_by_python(const Tensor& dy) {
   py::gil_scoped_acquire gil;
   py::object x = py::none(), w = py::none();
-  if (needs[1]) x = plan->keeps_input ? py::object(described(x_col)) : wrap(x_kept.unpack());
-  if (needs[0]) w = plan->keeps_weight ? py::object(described(w_col)) : wrap(w_kept.unpack());
+  const bool x_original = plan->kept[kInput] == Kept::original, w_original = plan->kept[kWeight] == Kept::original;
+  if (needs[1]) x = x_original ? wrap(x_kept.unpack()) : py::object(described(x_payload));
+  if (needs[0]) w = w_original ? wrap(w_kept.unpack()) : py::object(described(w_payload));
   py::tuple sizes(shape.size());
   for (size_t d = 0; d < shape.size(); ++d) sizes[d] = shape[d];
   const py::tuple made = ask(*plan, "gradients")(held(call), py::make_tuple(needs[0], needs[1], needs[2]), x, w, wrap(dy),
@@ -128,19 +152,20 @@ variable_list LinearNode::backward(const Tensor& dy) {
   Summed dx_coming;
   Looked looked;
   if (plan->sharding.reduces(kGradOutput)) looked = Looked(*plan, *ranks, kGradOutput, dy2d, needs[0], needs[1]);
-  if (needs[1] && plan->sharding.gathers(kInput)) x_coming = Gathered(*ranks, input_column());
+  if (needs[1] && plan->sharding.gathers(kInput)) {
+    const bool row = plan->sharding.ways[1] == Way::row_payload;
+    x_coming = Gathered(*ranks, row ? x_payload : input_column());
+  }
   Pair both = cast_grad_output(dy, dy2d, sums, looked);
   if (plan->sharding.gathers(kGradOutput)) both = gather_grad_output(both, dy_coming);
   auto& [dy_row, dy_col] = both;
   if (needs[0]) {
-    if (!plan->keeps_weight) w_col = cast(kWeight, w_kept.unpack(), false, true)[1];
-    dx = run(kDgrad, dy_row, w_col, dtype);
-    if (!plan->keeps_weight) w_col = {};
+    dx = run(kDgrad, dy_row, weight_column(), dtype);
     if (ranks) dx_coming = Summed(*ranks, ranks->dgrad, dx);
   }
   if (needs[1]) {
     if (dy_coming.started()) dy_col = dy_coming.finish();
-    const Payload x_column = x_coming.started() ? x_coming.finish() : input_column();
+    const Payload x_column = x_coming.started() ? gathered_input_column(x_coming) : input_column();
     const Tensor total = told ? main_grad(*plan, weight) : Tensor();
     dw = run(kWgrad, dy_col, x_column, weight.scalar_type(), total);
     if (total.defined()) dw = placeholder_gradient(*plan, weight);
@@ -214,7 +239,8 @@ py::object linear(const std::shared_ptr<Plan>& plan, py::handle x_object, py::ha
   const auto node = std::shared_ptr<LinearNode>(new LinearNode(plan, call), torch::autograd::deleteNode);
   node->needs = needs, node->weight = w, node->dtype = x.scalar_type(), node->ranks = ranks;
   node->shape = c10::DimVector(x.sizes()), node->keys = keys_of(*plan, call);
-  const bool x_column = needs[1] && plan->keeps_input, w_column = needs[0] && plan->keeps_weight;
+  const bool x_column = needs[1] && plan->kept[kInput] == Kept::columnwise;
+  const bool w_column = needs[0] && plan->kept[kWeight] == Kept::columnwise;
   Pair w_both;
   Payload x_row;
   Gathered x_coming;
@@ -240,11 +266,11 @@ py::object linear(const std::shared_ptr<Plan>& plan, py::handle x_object, py::ha
     if (b.defined()) y = at::add(y, b).to(y.scalar_type());
     if (ranks) y = Summed(*ranks, ranks->output, y).finish();
     if (x.dim() != 2) y = at::_unsafe_view(y, output_shape(x, y.size(0), w.size(0)));
-    if (w_column) node->w_col = std::move(w_both[1]);
+    if (needs[0] && plan->kept[kWeight] != Kept::original) node->w_payload = std::move(w_both[w_column ? 1 : 0]);
   }
   if (!needs[0] && !needs[1] && !needs[2]) return wrap(y);
-  if (needs[1] && !plan->keeps_input) node->x_kept = SavedVariable(x, false);
-  if (needs[0] && !plan->keeps_weight) node->w_kept = SavedVariable(w, false);
+  if (needs[1] && plan->kept[kInput] == Kept::original) node->x_kept = SavedVariable(x, false);
+  if (needs[0] && plan->kept[kWeight] == Kept::original) node->w_kept = SavedVariable(w, false);
   node->set_next_edges(torch::autograd::collect_next_edges(x, w, std::optional<Tensor>(b)));
   torch::autograd::set_history(y, node);
   return wrap(y);

@@ -32,7 +32,7 @@ struct LinearNode : torch::autograd::Node {
   c10::DimVector shape;
   ScalarType dtype;
   SavedVariable x_kept, w_kept;  // the originals, where backward casts them
-  Payload x_col, w_col;          // else what it reads of them
+  Payload x_payload, w_payload;  // else the direction that the plan keeps
   bool released = false;
 
   LinearNode(std::shared_ptr<const Plan> plan, py::handle call) : plan(std::move(plan)), call(hold(call)) {}
@@ -42,7 +42,7 @@ struct LinearNode : torch::autograd::Node {
   void release_variables() override {
     const std::lock_guard<std::mutex> locked(mutex_);
     x_kept.reset_data(), w_kept.reset_data();
-    x_col = {}, w_col = {}, keys = {};
+    x_payload = {}, w_payload = {}, keys = {};
     released = true;
   }
 
@@ -50,10 +50,13 @@ struct LinearNode : torch::autograd::Node {
   Tensor run(Gemm gemm, const Payload& a, const Payload& b, ScalarType dtype, const Tensor& total = {}) const;
   Pair cast(Operand operand, const Tensor& x, bool rowwise, bool columnwise, const Tensor& sums = {},
             const Amaxes& known = {}) const;
+  Payload derive(Operand operand, const Payload& row, bool whole) const;
   Payload cast_input(const Tensor& x, bool column, Gathered& whole);
   Pair cast_grad_output(const Tensor& dy, const Tensor& dy2d, Tensor& sums, Looked& looked) const;
   Pair gather_grad_output(const Pair& own, Gathered& column) const;
-  Payload input_column();
+  Payload input_column() const;
+  Payload weight_column() const;
+  Payload gathered_input_column(Gathered& coming) const;
   bool look_at_weight() const;
   variable_list backward(const Tensor& dy);
   variable_list backward_by_python(const Tensor& dy);

@@ -72,10 +72,16 @@ struct Sharding {
   bool reduces(Operand operand) const { return reduced[operand][0] || reduced[operand][1]; }
 };
 
+// What forward keeps of an operand: plan.py's words.
+enum class Kept { original, rowwise, columnwise };
+constexpr const char* kKept[] = {"original", "rowwise", "columnwise"};
+
 struct Plan {
   std::array<std::array<Side, 2>, 3> sides;  // by operand and direction
   std::array<Product, 3> products;
-  bool keeps_input, keeps_weight, sums;
+  std::array<Kept, 2> kept;     // of input and weight
+  std::array<bool, 3> derives;  // by operand: whether its column is cast from its row's decode
+  bool sums;
   int bf16, fp32, no_scale;  // cuBLASLt's numbers
   const Casts* casts;
   const Matmul* matmul;  // null: no product is cuBLASLt's

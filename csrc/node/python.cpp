@@ -65,9 +65,10 @@ Keys keys_of(const Plan& plan, py::handle call) {
       const py::object state = states[kOperands[o]].cast<py::tuple>()[d];
       found.states[o][d] = {unwrap(state.attr("scale")), unwrap(state.attr("history"))};
     }
+    found.by_python[o] = plan.derives[o] && plan.sharding.reduced[o][1];
     if (!plan.draws(o)) continue;
     const py::object key = rng[kOperands[o]], words = key.attr("plain_words");
-    found.by_python[o] = words.is_none();
+    found.by_python[o] |= words.is_none();
     found.words[o] = unwrap(words);
   }
   return found;
@@ -93,6 +94,12 @@ std::shared_ptr<const Ranks> ranks_of(py::handle call) {
 Payload column_of(const Plan& plan, const Held& call, const Payload& row) {
   py::gil_scoped_acquire gil;
   return imported(plan.sides[kGradOutput][1], ask(plan, "column_of")(held(call), described(row)));
+}
+
+Payload derived_column(const Plan& plan, const Held& call, Operand operand, const Payload& row, bool whole) {
+  py::gil_scoped_acquire gil;
+  const py::object derive = ask(plan, "derived_column");
+  return imported(plan.sides[operand][1], derive(held(call), kOperands[operand], described(row), whole));
 }
 
 bool has_memory(const Plan& plan, const Tensor& dy) {

@@ -34,8 +34,10 @@ std::shared_ptr<const Ranks> ranks_of(py::handle call);  // null: they are not s
 // ---- without it
 
 Payload column_of(const Plan& plan, const Held& call, const Payload& row);  // of a gathered gradient, of the same codes
+// From a row that was kept. whole: of a gathered operand, all of it.
+Payload derived_column(const Plan& plan, const Held& call, Operand operand, const Payload& row, bool whole);
 bool has_memory(const Plan& plan, const Tensor& dy);  // a gradient of a subclass
-// `GemmPlan.quantize` of an operand (M, K) that the node does not cast. known: its amaxes, see `cast`.
+// `LinearCall.cast` of an operand (M, K) that the node does not cast. known: its amaxes, see `cast`.
 Pair cast_by_python(const Plan& plan, const Held& call, Operand operand, const Tensor& x, bool rowwise, bool columnwise,
                     const Amaxes& known);
 Pair payloads_of(const Plan& plan, const Held& call, const Tensor& dy, bool rowwise, bool columnwise);

@@ -60,7 +60,8 @@ Tensor Summed::finish() {
 
 Looked::Looked(const Plan& plan, const Ranks& ranks, Operand operand, const Tensor& x, bool rowwise, bool columnwise) {
   const auto& reduced = plan.sharding.reduced[operand];
-  const bool wanted[] = {rowwise && reduced[0], columnwise && reduced[1]};
+  const bool derives = plan.derives[operand];  // from a row that is cast too, given out or not
+  const bool wanted[] = {(rowwise || (columnwise && derives)) && reduced[0], columnwise && reduced[1] && !derives};
   const bool shared = wanted[0] && wanted[1] && plan.sharding.same_amax[operand];
   const auto& sides = plan.sides[operand];
   const int64_t rows = wanted[0] ? num_amaxes(sides[0].spec, x.size(0), x.size(1)) : 0;

@@ -241,9 +241,6 @@ def check_p62_bytes_on_the_wire(ranks: Ranks):
         assert scattered == [2 * M * size * (K if layout == "column SP" else N)]
 
 
-BY_NODE = {name for name in RECIPES if not name.endswith(("derived", "dequantized", "row_scaled / mxfp8"))}
-
-
 def plainly(
     ranks: Ranks, layout: str, name: str, rows: int, *, by_node: bool, frozen=(), main_grad=False, bias=False, times=1
 ):  # fmt: skip
@@ -292,7 +289,8 @@ def check_the_node_does_what_python_does(ranks: Ranks):
     if node.library() is None:
         return
     cases = [(layout, name, {}) for layout, name in itertools.product(LAYOUTS, RECIPES)]
-    for layout, name in itertools.product(("column", "column SP", "row", "row SP"), ("fp8_delayed", "fp8_current", "bf16")):
+    some = ("fp8_delayed", "fp8_current", "bf16", "nvfp4", "mxfp8 / nvfp4 derived", "mxfp8 dequantized")
+    for layout, name in itertools.product(("column", "column SP", "row", "row SP"), some):
         cases += [(layout, name, kwargs) for kwargs in (dict(frozen="x"), dict(frozen="w"), dict(main_grad=True))]
         cases += [(layout, name, dict(bias=True))] if "column" in layout else []
     cases += [("column SP", name, dict(rows=RAGGED * ranks.size)) for name in ("mxfp8", "fp8_block")]
@@ -309,7 +307,7 @@ def check_the_node_does_what_python_does(ranks: Ranks):
         assert sent == other, (what, sent, other)
         assert python is not node.library().LinearBackward
         left = "rows" in kwargs or (layout == "row SP" and kwargs.get("frozen") == "x")
-        assert (made is node.library().LinearBackward) == (name in BY_NODE and not left), (what, made)
+        assert (made is node.library().LinearBackward) == (not left), (what, made)
 
 
 def check_kept_for_backward_is_the_ranks_own_payload(ranks: Ranks):

@@ -96,11 +96,42 @@ def test_every_format(fmt, device):
 
 ROWS_AND_BLOCKS = dict(fprop="nvfp4:row_scaled", dgrad={"grad_output": "fp8_rowwise_e5m2", "weight": "mxfp8_e4m3"},
                        wgrad={"grad_output": "fp8_current_e5m2", "input": "nvfp4"})  # fmt: skip
+ALL = {operand: "rowwise_dequantized" for operand in ("input", "weight", "grad_output")}
+DERIVED = {  # kept for backward: rows and rows, columns and columns, rows and columns
+    "dequantized": dict(fprop="mxfp8_e4m3", dgrad="high_precision", wgrad="high_precision", columnwise_source=ALL),
+    "smaller columns": dict(fprop="fp8_rowwise_e4m3", dgrad="nvfp4", wgrad="nvfp4:rht", columnwise_source=ALL),
+    "smaller rows": dict(fprop="nvfp4:row_scaled,sr", dgrad="mxfp8_e4m3", wgrad="fp8_delayed_e4m3:history=3",
+                         columnwise_source=ALL),
+    "of some": dict(fprop="mxfp8_e4m3", dgrad="fp8_current_e5m2", wgrad={"grad_output": "nvfp4:sr", "input": "nvfp4"},
+                    columnwise_source={"input": "rowwise_dequantized"}),
+}  # fmt: skip
 EMULATED = {"mixed": MIXED, "halves": HALVES, "rows and blocks": ROWS_AND_BLOCKS}
 
 
 def recipe_of(name):
     return recipe(**EMULATED[name]) if name in EMULATED else recipe(name, name, name)
+
+
+@pytest.mark.parametrize("name", DERIVED)
+@pytest.mark.parametrize("save_input", ["payload", "original"])
+@pytest.mark.parametrize("cached", [True, False])
+def test_derived_columns_over_steps(name, save_input, cached, device):
+    """What Python derives, the node keeps and multiplies."""
+    pair = layers(recipe(**DERIVED[name]), device)
+    for layer in pair:
+        layer.hq.save_input = save_input
+        layer.hq.replan(layer.hq.recipe)
+
+    def compare(seed):
+        for layer in pair:
+            layer.hq.weight_cache = layer.hq.weight_cache if cached else None
+        for case in (dict(), dict(frozen=["x"]), dict(frozen=["weight"]), dict(main_grad=torch.float32, again=True)):
+            assert_same(*pair, seed=seed, shape=(33,), **case)
+        for layer in pair:
+            del layer.weight.main_grad
+
+    over_steps(pair, 2, compare)
+    assert all(torch.equal(a, b) for a, b in zip(*(layer.hq.buffers() for layer in pair), strict=True))
 
 
 def raises(*args):

@@ -17,9 +17,13 @@ from megatron_hybrid.tensor import HybridTensor
 pytestmark = pytest.mark.skipif(node.library() is None, reason="this build has no _C_node")
 FORMATS = [
     "high_precision", "mxfp8_e4m3", "nvfp4:row_scaled", "nvfp4:sr", "fp8_rowwise_e5m2", "fp8_delayed_e4m3:history=3",
-    "halves",
+    "halves", "derived",
 ]  # fmt: skip
-HALVES = dict(fprop={"input": "high_precision", "weight": "fp8_block_e4m3"}, dgrad={"grad_output": "mxfp8_e4m3"})
+BY_NAME = {
+    "halves": dict(fprop={"input": "high_precision", "weight": "fp8_block_e4m3"}, dgrad={"grad_output": "mxfp8_e4m3"}),
+    "derived": dict(fprop="mxfp8_e4m3", dgrad="mxfp8_e4m3", wgrad={"grad_output": "mxfp8_e4m3"},
+                    columnwise_source={"input": "rowwise_dequantized", "weight": "rowwise_dequantized"}),
+}  # fmt: skip
 
 
 @pytest.fixture(params=FORMATS)
@@ -29,7 +33,7 @@ def fmt(request):
 
 def linear(fmt, **kwargs):
     torch.manual_seed(0)
-    rcp = recipe(**HALVES) if fmt == "halves" else recipe(fmt, fmt, fmt)
+    rcp = recipe(**BY_NAME[fmt]) if fmt in BY_NAME else recipe(fmt, fmt, fmt)
     layer = mh.HybridLinear(48, 32, recipe=rcp, name="fc", dtype=torch.bfloat16, **kwargs)
     if layer.plan.draws:
         mh.prepare(layer, seed=1).begin_step(1)
