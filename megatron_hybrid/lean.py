@@ -20,6 +20,7 @@ from .storage import SCALE_DTYPES, QuantizedStorage
 from .tensor import HybridTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_BLOCK = 16  # of formats that draw
 
 
 class SideCast:
@@ -121,6 +122,44 @@ class OperandCast:
         return row, col
 
 
+    def takes_parts(self, x: torch.Tensor, wanted: tuple[bool, bool], amaxes, rng) -> bool:
+        """Whether `in_parts` can cast `x` (..., K): both directions draw, parts are whole blocks, and no amax that is to
+        be found covers several of them."""
+        dim, keys = rng.parts
+        extent = x.shape[-1] if dim else x.numel() // max(x.shape[-1], 1)
+        if self.derives or extent % (len(keys) * _BLOCK):
+            return False
+        sides = [(s, a) for s, want, a in zip((self.row, self.col), wanted, amaxes) if want]
+        each = [a is not None or (s.format.outer_axis == "row" and s.index == dim) for s, a in sides]
+        return all(each) and all(s.format.sr for s, _ in sides)
+
+    def in_parts(self, x: torch.Tensor, rowwise: bool, columnwise: bool, amaxes, rng):
+        """The payloads of `x` (M, K) that is made of equally long runs, each of which draws with its own key: a call of
+        the kernels a run. amaxes: see `__call__`; of all of x."""
+        dim, keys = rng.parts
+        length = x.shape[dim] // len(keys)
+        pairs = []
+        for i, key in enumerate(keys):
+            run = slice(i * length, (i + 1) * length)
+            known = [a if a is None or not a.dim() or a.shape[dim] == 1 else _cut(a, dim, run) for a in amaxes]
+            pairs.append(self(_cut(x, dim, run), rowwise, columnwise, None, known, rng=key))
+        shape, directions = tuple(x.shape), zip(zip(*pairs), amaxes)
+        return tuple(None if runs[0] is None else _joined(runs, dim, shape, amax) for runs, amax in directions)
+
+
+def _cut(t: torch.Tensor, dim: int, run: slice) -> torch.Tensor:
+    return t[run] if dim == 0 else t[:, run]
+
+
+def _joined(runs: tuple[QuantizedStorage, ...], dim: int, shape: tuple[int, int], amax) -> QuantizedStorage:
+    """The payload of a matrix of this shape from those of its runs along a dimension. amax: outer ones of all of it, or
+    None where each run has its own."""
+    qdata = torch.cat([s.qdata for s in runs], dim=1 - dim if runs[0].transposed else dim)
+    scale = torch.cat([s.scale for s in runs], dim=dim)
+    outer = torch.cat([s.outer_amax for s in runs], dim=dim) if amax is None else amax
+    return runs[0].changed(shape=shape, qdata=qdata, scale=scale, outer_amax=outer)
+
+
 def sums_in_cast(plan) -> bool:
     """Whether the bias gradient is what a cast of grad_output sums (CUDA); that of plain tensors is torch's."""
     return any(f is not None and f.is_quantized for f in plan.quantizers["grad_output"].formats())
@@ -199,18 +238,25 @@ class LeanCasts:
 
     def cast(self, operand: str, x: torch.Tensor, rowwise: bool, columnwise: bool, states, amaxes, rng=None):
         """`GemmPlan.quantize` of `x` (..., K), where `casts_lean` holds. amaxes: (rowwise, columnwise), or None."""
-        known = amaxes if amaxes is None else tuple(a if a is None else a.contiguous() for a in amaxes)
-        return getattr(self, operand)(as_matrix(x), rowwise, columnwise, states, known or (None, None), rng=rng)
+        known = tuple(a if a is None else a.contiguous() for a in amaxes or (None, None))
+        cast, x2d = getattr(self, operand), as_matrix(x)
+        if operand in self.draws and rng.parts is not None:
+            return cast.in_parts(x2d, rowwise, columnwise, known, rng)
+        return cast(x2d, rowwise, columnwise, states, known, rng=rng)
 
 
-def casts_lean(x, operand: str, plan, states, rng) -> bool:
-    """Whether `LeanCasts.cast` can cast a tensor of a plan."""
+def casts_lean(x, operand: str, plan, wanted: tuple[bool, bool], states, amaxes, rng) -> bool:
+    """Whether `LeanCasts.cast` can cast a tensor of a plan. wanted: (rowwise, columnwise)."""
     if kernels.traced(x) or x.dtype not in kernels.SOURCE_CODES or x.dim() == 0:
         return False
     lean = plan.lean
     if lean is None or not lean.has_states(states) or getattr(lean, operand).derives:
         return False
-    return operand not in lean.draws or (rng is not None and rng.parts is None)
+    if operand not in lean.draws:
+        return True
+    if rng is None or rng.parts is None:
+        return rng is not None
+    return getattr(lean, operand).takes_parts(x, wanted, amaxes or (None, None), rng)
 
 
 def runs_lean(x, weight, call) -> bool:

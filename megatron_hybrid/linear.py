@@ -116,8 +116,9 @@ class LinearCall:
             if pair is None:
                 pair = (amax or self.start_amaxes(operand, x, rowwise, columnwise))()
             keys |= dict(amax=pair, reduce_amax=self.reduce_amax(operand))
-        if casts_lean(x, operand, self.plan, keys["state"], keys["rng"]):
-            return self.plan.lean.cast(operand, x, rowwise, columnwise, keys["state"], keys.get("amax"), keys["rng"])
+        given = keys["state"], keys.get("amax"), keys["rng"]
+        if casts_lean(x, operand, self.plan, (rowwise, columnwise), *given):
+            return self.plan.lean.cast(operand, x, rowwise, columnwise, *given)
         return self.plan.quantize(operand, x, rowwise=rowwise, columnwise=columnwise, **keys)
 
     def start_amaxes(self, operand, x, rowwise: bool, columnwise: bool):

@@ -10,6 +10,7 @@ from linear_cases import STATELESS, STOCHASTIC, over_steps, randn, recipe, saved
 
 import megatron_hybrid as mh
 from megatron_hybrid import lean, linear
+from megatron_hybrid.scaling import Pieces
 from megatron_hybrid.tensor import HybridTensor
 
 MIXED = dict(fprop="mxfp8_e4m3", dgrad="fp8_current_e5m2", wgrad={"grad_output": "high_precision", "input": "nvfp4"})
@@ -112,6 +113,33 @@ def test_random_bits_over_steps(fmt, cached, save_input, monkeypatch):
         assert_same(monkeypatch, *pair, seed=seed)
 
     over_steps(pair, 2, compare)
+
+
+@pytest.mark.parametrize("fmt", [STOCHASTIC, "nvfp4:row_scaled,rht,sr", "nvfp4:2d,sr"])
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_that_draw_with_keys_of_their_own(dim, transposed, fmt):
+    """The bytes of the general cast, in a call of the kernels a part and not one a part and direction."""
+    x, taken = randn(64, 96), 0
+    maps = [(0, 64, 256), (0, 192, 256)] if dim else [(64, 0, 96), (192, 0, 96)]
+    rng = mh.Rng(5, 7, 3, 1, Pieces(dim, tuple(maps)))
+    quantizer = mh.HybridQuantizer(fmt, fmt)
+    cast = lean.OperandCast(quantizer, transposed, "cpu")
+    for wanted in ((True, True), (True, False), (False, True)):
+        for amaxes in (quantizer.amax(x), (None, None)):
+            if not cast.takes_parts(x, wanted, amaxes, rng):
+                assert amaxes == (None, None)
+                continue
+            pair = cast.in_parts(x, *wanted, amaxes, rng)
+            keys = dict(amax=amaxes, rng=rng, transposed=transposed)
+            for a, b in zip(pair, quantizer.cast(x, rowwise=wanted[0], columnwise=wanted[1], **keys), strict=True):
+                assert (a is None) == (b is None)
+                if a is not None:
+                    assert a.shape == b.shape and a.transposed == b.transposed
+                    assert all(torch.equal(t, b.buffers()[name]) for name, t in a.buffers().items())
+                    taken += 1
+    assert taken >= 4
+    assert not cast.takes_parts(randn(56, 88), (True, True), quantizer.amax(randn(56, 88)), rng), "cuts blocks"
 
 
 def test_a_second_derivative_is_refused():
