@@ -22,11 +22,12 @@ class Groups:
     host: the same sizes, where the host has a copy of those on a GPU.
 
     copies: a linear's x is (N, K), tokens whose copies the T rows are. sums: its y is (N, K'), of every token the sum of
-    its rows.
+    its rows. weights: what the rows of experts are multiplied by is (N, E), of these rows' tokens and experts.
     """
 
     copies: RowMap | None = None
     sums: RowMap | None = None
+    weights: RowMap | None = None
 
     def __init__(self, splits, num: int, rows: int, device: torch.device, host: list[int] | None = None):
         if isinstance(splits, torch.Tensor) and (splits.dtype.is_floating_point or splits.dtype == torch.bool):
@@ -57,10 +58,12 @@ class Groups:
             raise ValueError(f"m_splits are {found}: expected {num} groups of the {rows} rows of x on {device}")
         return splits
 
-    def between(self, *, copies: RowMap | None = None, sums: RowMap | None = None) -> Groups:
+    def between(
+        self, *, copies: RowMap | None = None, sums: RowMap | None = None, weights: RowMap | None = None
+    ) -> Groups:
         """The same groups for a linear that takes tokens, or gives them back."""
         made = object.__new__(Groups)  # copy.copy takes a multiple of the time
-        made.__dict__.update(self.__dict__, copies=copies, sums=sums)
+        made.__dict__.update(self.__dict__, copies=copies, sums=sums, weights=weights)
         return made
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:

@@ -198,6 +198,19 @@ def gather_rows(x: torch.Tensor, choice: torch.Tensor, num: int = 1, weights: to
     return torch.where((choice >= 0).unsqueeze(1), out, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
+def gather_bytes(sources, outs, where: RowMap) -> None:
+    """The rows of byte matrices (N, ...) to those that are their copies, of which each is one; `outs` (T, ...) may be parts
+    of wider rows."""
+    sources, outs = list(sources), list(outs)
+    if len(outs) > 1 and _has_triton(outs[0]):
+        from .ops_triton import permute
+
+        permute.gather_two(*sources[:2], *outs[:2], where.choice, where.num_experts)
+        del sources[:2], outs[:2]
+    for source, out in zip(sources, outs):
+        out.copy_(gather_rows(source, where.choice, where.num_experts))
+
+
 def _row_dots(x: torch.Tensor, y: torch.Tensor, where: RowMap) -> torch.Tensor:
     """(T,): of every row of y (T, W) the product with its token's row of x (N, W), in FP32 or wider."""
     if _has_triton(y) and y.dtype in _SUMMED:

@@ -114,10 +114,11 @@ def config(path: str, args) -> TransformerConfig:
 
 
 def tokens_quantized(recipe: Recipe) -> Recipe:
-    """The recipe with tokens that travel quantized; the input's columns are then made from its rows."""
+    """The recipe with tokens that travel quantized; their columns are then made from their rows."""
     changed = recipe.to_dict()
-    changed["defaults"]["columnwise_source"]["input"] = "rowwise_dequantized"
-    return Recipe.from_dict(changed | {"dispatch": QUANTIZED})
+    source = {"columnwise_source": {"input": "rowwise_dequantized"}}
+    rules = [{"match": {"name": "*.experts.linear_fc1"}, "use": source}, *changed["rules"]]
+    return Recipe.from_dict(changed | {"dispatch": QUANTIZED, "rules": rules})
 
 
 def variants(args) -> list[tuple[str, Recipe, str]]:

@@ -18,7 +18,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 
 from ..grouped_at_once import why_not
 from ..linear import LOCAL, LinearCall
-from ..permutation import RowOrder, chunk_sources, gather_rows, inverse, permute_probs
+from ..permutation import RowMap, RowOrder, chunk_sources, gather_bytes, gather_rows, inverse, permute_probs
 from ..plan import INPUT, GemmPlan, PlanError
 from ..recipe import QUANTIZED
 from ..storage import QuantizedStorage
@@ -105,7 +105,7 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
         call = hq.call(device, LOCAL, training=self.linear.training)
         if not call.plan.quantizers[INPUT].rowwise.sr:
             return call
-        rng = hq.keys.rng_of_rows(hq.role, INPUT, device, self.source_rows(tokens.shape[0]))
+        rng = hq.keys.rng_of_rows(hq.role, INPUT, device, self.source_rows(self._num_sent(tokens)))
         return replace(call, rng=call.rng | {INPUT: rng})
 
     def source_rows(self, rows: int) -> torch.Tensor:
@@ -120,6 +120,10 @@ class QuantizedDispatcher(MoEAlltoAllTokenDispatcher):
         part, parts = (self.attention_tp.rank(), self.attention_tp.size()) if self.config.sequence_parallel else (0, 1)
         first = (keys.replica * parts + part) * num_tokens
         return (first + token) * self.config.moe_router_topk + slot
+
+    def _num_sent(self, tokens: torch.Tensor) -> int:
+        """Rows that this rank sends, of what `token_dispatch` is given."""
+        return tokens.shape[0]
 
     def _sent(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """int64 (rows,) each: token and expert of every row that this rank sends."""
@@ -153,8 +157,8 @@ class QuantizedOnOneRank(OneRank, QuantizedDispatcher):
 
 
 class QuantizedAcrossRanks(AcrossRanks, QuantizedDispatcher):
-    """A token is cast once for all of its experts, unless its copies draw random bits of their own; rows are taken from what
-    came sorted by expert."""
+    """A token is cast once for all of its experts, unless its copies draw random bits of their own; what came is taken
+    apart and sorted by expert in one."""
 
     def dispatch_preprocess(self, hidden_states, routing_map, probs):
         """Tokens (N, H), probabilities (t,) of their rows."""
@@ -166,16 +170,16 @@ class QuantizedAcrossRanks(AcrossRanks, QuantizedDispatcher):
         return _DispatchTokens.apply(tokens, probs, self._call(tokens), self)
 
     def dispatch_postprocess(self, rows, probs):
-        """Rows (T, H) and probabilities (T,) by expert, rows of each expert."""
+        """Rows (T, H) by expert, where their probabilities are and where they leave, probabilities (T,)."""
         order, groups, self.order, self.groups = self.order, self.groups, None, None
-        return rows, groups.between(sums=order), probs if order is None else permute_probs(probs, order)
+        return rows, groups.between(sums=order, weights=order), probs
 
     def _sent(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         choice, experts = self.where.choice.long(), self.where.num_experts
         return choice // experts, choice % experts
 
-    def source_rows(self, rows: int) -> torch.Tensor:
-        return super().source_rows(self.where.num_rows)
+    def _num_sent(self, tokens: torch.Tensor) -> int:
+        return self.where.num_rows
 
     def rows_to_send(self, tokens: torch.Tensor, call: LinearCall) -> tuple[torch.Tensor, QuantizedStorage]:
         """`pack`ed rows (t, bytes), and a payload like theirs."""
@@ -183,7 +187,7 @@ class QuantizedAcrossRanks(AcrossRanks, QuantizedDispatcher):
             row, _ = call.quantize(INPUT, self.where.expand(tokens), rowwise=True)
             return pack(row), row
         row, _ = call.quantize(INPUT, tokens, rowwise=True)
-        return self.where.expand(pack(row)), row
+        return pack(row, self.where), row
 
     def received(self, packed: torch.Tensor, like: QuantizedStorage) -> tuple[QuantizedStorage, RowOrder | None]:
         """The payload (T, H) by expert of `pack`ed rows as they came, and their order."""
@@ -191,24 +195,29 @@ class QuantizedAcrossRanks(AcrossRanks, QuantizedDispatcher):
         return unpack(packed, like, self.order), self.order
 
 
-def pack(s: QuantizedStorage) -> torch.Tensor:
-    """A rowwise payload's rows, codes and scales side by side: uint8 (M, bytes a row)."""
-    return torch.cat([t.contiguous().view(torch.uint8) for t in s.buffers().values()], dim=1)
+def pack(s: QuantizedStorage, where: RowMap | None = None) -> torch.Tensor:
+    """A rowwise payload's rows, codes and scales side by side: uint8 (M, bytes a row). where: of their copies instead."""
+    parts = [t.contiguous().view(torch.uint8) for t in s.buffers().values()]
+    if where is None:
+        return torch.cat(parts, dim=1)
+    widths = [part.shape[1] for part in parts]
+    packed = parts[0].new_empty(where.num_rows, sum(widths))
+    gather_bytes(parts, packed.split(widths, dim=1), where)
+    return packed
 
 
 def unpack(packed: torch.Tensor, like: QuantizedStorage, order: RowOrder | None = None) -> QuantizedStorage:
     """The payload of packed rows, in this order; `like` gives format, columns and layout."""
-    made = QuantizedStorage.empty(
-        like.format, like.direction, (packed.shape[0], like.shape[1]), like.dtype, "meta", transposed=like.transposed
-    )
-    buffers, start = {}, 0
-    for name, t in made.buffers().items():
-        width = t.shape[1] * t.element_size()
-        part = packed[:, start : start + width]
-        part = part.clone(memory_format=torch.contiguous_format) if order is None else order.expand(part)
-        buffers[name] = part.view(t.dtype)
-        start += width
-    return made.with_buffers(buffers)
+    buffers = like.buffers()
+    widths = [t.shape[1] * t.element_size() for t in buffers.values()]
+    parts = packed.split(widths, dim=1)
+    if order is None:
+        found = [part.clone(memory_format=torch.contiguous_format) for part in parts]
+    else:
+        found = [packed.new_empty(packed.shape[0], width) for width in widths]
+        gather_bytes(parts, found, order)
+    made = {name: bytes_.view(t.dtype) for (name, t), bytes_ in zip(buffers.items(), found)}
+    return like.changed(shape=(packed.shape[0], like.shape[1]), **made)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -56,16 +56,15 @@ class AcrossRanks(MoEAlltoAllTokenDispatcher):
     def dispatch_postprocess(self, rows, probs):
         """Rows (T, H), where experts find theirs, probabilities (T,)."""
         order, groups = self.groups_here(rows.device)
-        return rows, groups.between(copies=order, sums=order), probs
+        return rows, groups.between(copies=order, sums=order, weights=order), probs
 
     def groups_here(self, device) -> tuple[RowOrder | None, Groups]:
-        """The order by expert of the rows that have come, None where they have one expert; the experts' groups."""
+        """The order by expert of the rows that have come, None where all have one expert; the experts' groups."""
         num, (received, _) = self.num_local_experts, self.splits
         total, counts, self.counts = sum(received), self.counts, None
-        if num == 1:
-            return None, Groups(self.sizes, 1, total, device)
         order = RowOrder.by_expert(counts, self.local_expert_indices[0], num, total)
-        return order, Groups(order.sizes, num, total, device, host=self.sizes)
+        groups = Groups(order.sizes, num, total, device, host=self.sizes)
+        return (None if num == 1 else order), groups
 
     def combine_preprocess(self, rows):
         return rows

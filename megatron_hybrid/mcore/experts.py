@@ -197,18 +197,18 @@ class HybridGroupedMLP(TEGroupedMLP):
 
     def forward(self, permuted_local_hidden_states, tokens_per_expert, permuted_probs):
         """x (T, H) sorted by expert, rows of each expert (E,), routing weights (T,) -> (y (T, H), None). With `Groups` in the
-        second's place: x and y as these say, tokens or rows; of tokens the routing weights are (N, E)."""
-        x, of_tokens = permuted_local_hidden_states, getattr(tokens_per_expert, "copies", None)
-        probs = permuted_probs.unsqueeze(-1) if of_tokens is None else permuted_probs
+        second's place: x, y and the routing weights as these say, of tokens or rows."""
+        x, where = permuted_local_hidden_states, getattr(tokens_per_expert, "weights", None)
+        probs = permuted_probs.unsqueeze(-1) if where is None else permuted_probs
         if self.config.moe_apply_probs_on_input:  # Megatron allows it for one expert a token
             x, probs = (probs * x).to(x.dtype), torch.ones_like(probs)
         groups = Groups.of(tokens_per_expert, self.num_local_experts, x.shape[0], x.device)
         hidden, _ = self.linear_fc1(x, groups.between(copies=groups.copies))
         if self.activation_recompute:
             checkpoint = CheckpointWithoutOutput(fp8=None)  # False would mean that Transformer Engine is there
-            hidden = checkpoint.checkpoint(functools.partial(self._activate, where=of_tokens), hidden, probs)
+            hidden = checkpoint.checkpoint(functools.partial(self._activate, where=where), hidden, probs)
         else:
-            hidden = self._activate(hidden, probs, of_tokens)
+            hidden = self._activate(hidden, probs, where)
         y, bias = self.linear_fc2(hidden, groups.between(sums=groups.sums))
         if self.activation_recompute:
             checkpoint.discard_output_and_register_recompute(y)

@@ -66,7 +66,7 @@ class TokensStay(OneRank):
         rows = tokens.shape[0] * self.config.moe_router_topk
         where = RowMap.of(routing_map, rows)
         groups = Groups(where.sizes, self.num_local_experts, rows, tokens.device)
-        return groups.between(copies=where, sums=where)
+        return groups.between(copies=where, sums=where, weights=where)
 
     def dispatch_postprocess(self, tokens, probs):
         """Tokens (N, H), where their rows are, probabilities (N, E)."""

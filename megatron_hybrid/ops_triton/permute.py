@@ -113,6 +113,24 @@ def _gather(x, choice, weights, out, stride, T, W, E, WEIGHTED: tl.constexpr, RO
     tl.store(to, v.to(out.dtype.element_ty), mask=(row < T)[:, None] & (col < W)[None, :])
 
 
+@triton.jit(do_not_specialize=["T"])
+def _gather_two(
+    x, y, choice, x_out, y_out, x_stride, y_stride, x_out_stride, y_out_stride, T, W, V, E,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, SHORT: tl.constexpr,
+):  # fmt: skip
+    """Row choice // E of x (N, W), and of y (N, V), V <= SHORT, for every choice, none of which is -1."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    col, col_y = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SHORT)
+    source = (tl.load(choice + row, mask=row < T, other=0) // E).to(tl.int64)[:, None]
+    to = row.to(tl.int64)[:, None]
+    inside = (row < T)[:, None] & (col < W)[None, :]
+    tl.store(x_out + to * x_out_stride + col, tl.load(x + source * x_stride + col, mask=inside, other=0), mask=inside)
+    if tl.program_id(1) == 0:
+        short = (row < T)[:, None] & (col_y < V)[None, :]
+        v = tl.load(y + source * y_stride + col_y, mask=short, other=0)
+        tl.store(y_out + to * y_out_stride + col_y, v, mask=short)
+
+
 @triton.jit(do_not_specialize=["N", "T"])
 def _copy(
     x, starts, rows, choice, out, beside, out_beside, stride, beside_stride, N, T, W, B,
@@ -259,6 +277,21 @@ def gather(x: torch.Tensor, choice: torch.Tensor, num: int = 1, weights: torch.T
     return out
 
 
+def gather_two(x, y, x_out, y_out, choice: torch.Tensor, num: int = 1) -> None:
+    """Rows choice // num of bytes x (N, W) into x_out (T, W), and of y (N, V) into y_out (T, V), which may be parts of
+    wider rows; no choice is -1. y's rows are short."""
+    (x, x_out), (y, y_out) = _words(x, x_out), _words(y, y_out)
+    (T, W), V = x_out.shape, y_out.shape[1]
+    if T and W:
+        block = min(_BLOCK, power_of_2(W))
+        rows = max(_ROWS, _LEAST // block)
+        with on_device(x):
+            _gather_two[cdiv(T, rows), cdiv(W, block)](
+                x, y, choice, x_out, y_out, x.stride(0), y.stride(0), x_out.stride(0), y_out.stride(0), T, W, V, num,
+                ROWS=rows, BLOCK=block, SHORT=power_of_2(max(V, 1)),
+            )  # fmt: skip
+
+
 def scatter(values: torch.Tensor, choice: torch.Tensor, size: int) -> torch.Tensor:
     """(size,): every value (T,) where its choice is, which no other is; zeros elsewhere. A choice of -1 is nowhere."""
     out = torch.zeros(size, dtype=values.dtype, device=values.device)
@@ -336,7 +369,7 @@ def _words(x: torch.Tensor, out: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     if x.element_size() > 1:
         return x, out
     x, out = _bytes(x), _bytes(out)
-    if (x.shape[1] | x.stride(0) | x.storage_offset()) % _WORD.itemsize:
+    if (x.shape[1] | x.stride(0) | x.storage_offset() | out.stride(0) | out.storage_offset()) % _WORD.itemsize:
         return x, out
     return x.view(_WORD), out.view(_WORD)
 

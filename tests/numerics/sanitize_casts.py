@@ -92,12 +92,11 @@ def groups() -> int:
         copies = RowMap.of(routed, int(routed.sum())) if copied else None
         if copied:
             layout = Groups(routed.sum(0).tolist(), num, copies.num_rows, torch.device("cuda")).layout(128)
-        rows, columns = GroupCast(None if copied else fmt, fmt)(x, layout, copies)
+        rows, columns = GroupCast(fmt, fmt)(x, layout, copies)
         spread = layout.spread(x, copies)
         expected = with_torch(x, fmt, layout, copies) if "rowwise" in name else cast(spread, fmt, COLUMNWISE, transposed=True)
         assert torch.equal(columns.qdata, expected.qdata)
-        if rows is not None:
-            assert torch.equal(rows.qdata, cast(x, fmt, ROWWISE).qdata)
+        assert torch.equal(rows.qdata, cast(copies.expand(x) if copied else x, fmt, ROWWISE).qdata)
     return turn
 
 

@@ -290,6 +290,16 @@ def check_copies_of_any_rows(device):
         expected = torch.where((at >= 0)[:, None], part[at.long()], 0)
         assert torch.equal(permute.gather(part, at), expected)
         assert torch.equal(permute.copies(part, *one_copy(at), 1), expected)
+    for width, short, num in [(2048, 4, 1), (2050, 2, 3), (48, 48, 1), (5, 0, 2)]:  # beside each other, and apart
+        parts = packed[:, :width].repeat(1, 2)[:, :width].contiguous(), packed[:, 100 : 100 + short].contiguous()
+        at = choice.clamp(min=0) * num
+        both = torch.full((7, width + short), 99, dtype=torch.uint8, device=device)
+        permute.gather_two(*parts, *both.split([width, short], 1), at, num)
+        expected = torch.cat(parts, 1)[choice.clamp(min=0).long()]
+        assert torch.equal(both, expected)
+        apart = [torch.full_like(part, 99) for part in expected.split([width, short], 1)]
+        permute.gather_two(*both.split([width, short], 1), *apart, torch.arange(6, -1, -1, device=device).int())
+        assert torch.equal(torch.cat(apart, 1), expected.flip(0))
     assert permute.gather(x[:, :0], choice).shape == (7, 0) and permute.gather(x, choice[:0]).shape == (0, 3)
 
 

@@ -134,6 +134,10 @@ def moved(tokens=64, E=128, K=2048, F=768) -> None:
     permute.chunks_by_expert(torch.zeros(4, 2 * E, dtype=torch.int64), E, E, 8 * tokens)
     y, weights = permute.gather(x, choice, E), torch.zeros(8 * tokens)
     permute.gather(x, choice, E, weights)
+    packed = torch.zeros(8 * tokens, K + 4, dtype=torch.uint8)
+    permute.gather_two(
+        x.view(torch.uint8)[:, :K].contiguous(), torch.zeros(tokens, 4, dtype=torch.uint8), *packed.split([K, 4], 1), choice, E
+    )
     permute.copies(x, choice, starts, rows, E)
     permute.copies(x.view(torch.uint8), choice, starts, rows, E, torch.zeros(tokens, K // 128))
     for w in (None, weights):

@@ -10,6 +10,7 @@ from megatron_hybrid.permutation import (
     RowMap,
     RowOrder,
     chunk_sources,
+    gather_bytes,
     gather_rows,
     permute,
     permute_probs,
@@ -192,6 +193,22 @@ def test_rows_by_expert_that_came_by_rank(counts, first, device):
     for found in order.expand_both(codes, codes[:, 1:3]):
         assert torch.equal(order.sum(found), codes if found.shape[1] == 5 else codes[:, 1:3])
     assert torch.equal(unpermute(expected, order, weights.view(-1, 1)), x * by_weight[order.rows.long()].unsqueeze(1))
+
+
+@DEVICES
+@pytest.mark.parametrize("widths", [(2048, 4), (96, 8, 4), (37, 3), (5,), (64, 128)])
+def test_rows_of_bytes_side_by_side_and_apart(widths, device):
+    """Packed in the order of experts and taken apart in another, as codes and scales travel."""
+    mapping = routed(30, 6, 2, device)
+    where, g = RowMap.of(mapping, 60), torch.Generator().manual_seed(1)
+    parts = [torch.randint(0, 256, (30, w), generator=g, dtype=torch.uint8).to(device) for w in widths]
+    packed = torch.zeros(60, sum(widths), dtype=torch.uint8, device=device)
+    gather_bytes(parts, packed.split(widths, 1), where)
+    assert torch.equal(packed, torch.cat(parts, 1)[where.tokens])
+    order = RowOrder.by_expert(torch.tensor([[10, 20], [25, 5]], device=device), 0, 2, 60)
+    apart = [torch.zeros(60, w, dtype=torch.uint8, device=device) for w in widths]
+    gather_bytes(packed.split(widths, 1), apart, order)
+    assert torch.equal(torch.cat(apart, 1), packed[order.choice.long()])
 
 
 @DEVICES
