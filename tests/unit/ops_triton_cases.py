@@ -285,7 +285,8 @@ def check_copies_of_any_rows(device):
         assert torch.equal(permute.gather(x, choice).double(), expected)
         assert torch.equal(permute.copies(x, *one_copy(choice), 1).double(), expected)
     packed = torch.randint(0, 256, (4, 2052), generator=torch.Generator().manual_seed(2)).to(device).to(torch.uint8)
-    for part in (packed[:, :2048], packed[:, 2048:], packed[:, 4:9], packed[1:, 8:1000]):  # of rows with scales beside codes
+    # of rows with scales beside codes
+    for part in (packed[:, :2048], packed[:, 2048:], packed[:, 4:9], packed[1:, 8:1000]):
         at = choice.clamp(max=len(part) - 1)
         expected = torch.where((at >= 0)[:, None], part[at.long()], 0)
         assert torch.equal(permute.gather(part, at), expected)

@@ -135,9 +135,8 @@ def moved(tokens=64, E=128, K=2048, F=768) -> None:
     y, weights = permute.gather(x, choice, E), torch.zeros(8 * tokens)
     permute.gather(x, choice, E, weights)
     packed = torch.zeros(8 * tokens, K + 4, dtype=torch.uint8)
-    permute.gather_two(
-        x.view(torch.uint8)[:, :K].contiguous(), torch.zeros(tokens, 4, dtype=torch.uint8), *packed.split([K, 4], 1), choice, E
-    )
+    codes, scales = (torch.zeros(tokens, width, dtype=torch.uint8) for width in (K, 4))
+    permute.gather_two(codes, scales, *packed.split([K, 4], 1), choice, E)
     permute.copies(x, choice, starts, rows, E)
     permute.copies(x.view(torch.uint8), choice, starts, rows, E, torch.zeros(tokens, K // 128))
     for w in (None, weights):
