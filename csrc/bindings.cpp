@@ -166,6 +166,16 @@ mh::Groups groups_of(const py::tuple& t) {
   return g;
 }
 
+// None, or (data, dtype, places, dots); see format.h.
+mh::RowWeights weights_of(const py::object& weights) {
+  if (weights.is_none()) return {};
+  const auto t = weights.cast<py::tuple>();
+  check(t.size() == 4, "weights: (data, dtype, places, dots)");
+  const auto address = [&](int i) { return t[i].cast<uintptr_t>(); };
+  const auto dtype = static_cast<mh::Dtype>(t[1].cast<int>());
+  return {pointer<void>(address(0)), dtype, pointer<int32_t>(address(2)), pointer<float>(address(3))};
+}
+
 void put_groups(mh::PairArgs& pair, const py::object& groups) {
   pair.groups = groups_of(groups.cast<py::tuple>());
   const auto fits = [](const mh::QuantizeArgs& a) {
@@ -175,14 +185,14 @@ void put_groups(mh::PairArgs& pair, const py::object& groups) {
   };
   check(pair.has_col && fits(pair.col) && pair.col.out.transposed && (!pair.has_row || (fits(pair.row) && !pair.row.out.transposed)),
         "groups: columns transposed, rows not, with FP32 scales of whole rows or columns, whose amaxes are known, or of 128");
-  check(!pair.derived && !pair.sums && !pair.gate && !pair.grad, "groups: without derived columns, sums, gate and grad");
+  check(!pair.derived && !pair.sums, "groups: without derived columns and sums");
 }
 
 // `row` and `col` are None or (spec, qdata, transposed, scale, amax, fixed_scale, measured, scratch).
 void quantize_pair(const py::object& row, const py::object& col, uintptr_t data, int dtype, int64_t m, int64_t k,
                    int64_t stride_m, int64_t stride_k, bool derived, uintptr_t sums, uintptr_t gate, uintptr_t rng,
                    uintptr_t row_ids, uintptr_t noop, uintptr_t stream, int threads_or_device, uintptr_t grad,
-                   int64_t grad_stride, const py::object& groups) {
+                   int64_t grad_stride, const py::object& groups, const py::object& weights) {
   const mh::Matrix x = matrix("data", data, dtype, m, k, stride_m, stride_k);
   mh::PairArgs pair{};
   pair.row.x = x;
@@ -216,15 +226,24 @@ void quantize_pair(const py::object& row, const py::object& col, uintptr_t data,
         "grad: on CUDA only, with an even number of columns, without gate, not with a row payload that is transposed, and no "
         "amax can be measured before the cast");
   if (!groups.is_none()) put_groups(pair, groups);
+  pair.weights = weights_of(weights);
+  check(weights.is_none() || (!groups.is_none() && (gate || grad)),
+        "weights: of rows of groups that gate or grad computes");
   const Where w = where(stream, threads_or_device);
   run([&] { backend::quantize(pair, w); });
 }
 
 #if defined(MH_IS_CUDA)
 void group_amax(uintptr_t data, int dtype, int64_t m, int64_t k, int64_t stride_m, int64_t stride_k, const py::tuple& groups,
-                uintptr_t of_columns, uintptr_t of_rows, uintptr_t stream, int device) {
-  const mh::GroupAmaxArgs args{matrix("data", data, dtype, m, k, stride_m, stride_k), groups_of(groups),
-                               pointer<int32_t>(of_columns), pointer<int32_t>(of_rows)};
+                uintptr_t of_columns, uintptr_t of_rows, uintptr_t stream, int device, uintptr_t gate, uintptr_t grad,
+                int64_t grad_stride, const py::object& weights) {
+  mh::GroupAmaxArgs args{{}, pointer<int32_t>(of_columns), pointer<int32_t>(of_rows)};
+  args.cast.col.x = matrix("data", data, dtype, m, k, stride_m, stride_k);
+  args.cast.gate = pointer<void>(gate);
+  args.cast.grad = pointer<void>(grad);
+  args.cast.grad_stride = grad_stride;
+  args.cast.groups = groups_of(groups);
+  args.cast.weights = weights_of(weights);
   check_pointer("of_columns", of_columns, k);
   backend::group_amax(args, where(stream, device));
 }
@@ -339,7 +358,7 @@ PYBIND11_MODULE(MH_MODULE, m) {
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),
         py::arg("K"), py::arg("stride_m"), py::arg("stride_k"), py::arg("derived"), py::arg("sums"), py::arg("gate"),
         py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"), py::arg(kWhereArg), py::arg("grad") = 0,
-        py::arg("grad_stride") = 0, py::arg("groups") = py::none());
+        py::arg("grad_stride") = 0, py::arg("groups") = py::none(), py::arg("weights") = py::none());
   m.def("dequantize", &dequantize, py::arg("spec"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
         py::arg("amax"), py::arg("out"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
         py::arg("stride_k"), py::arg("outer"), py::arg("inverse_rht"), py::arg("stream"), py::arg(kWhereArg));
@@ -348,7 +367,9 @@ PYBIND11_MODULE(MH_MODULE, m) {
   m.def("outer_scale", &outer_scale, py::arg("amax"), py::arg("out"), py::arg("n"), py::arg("stream"), py::arg(kWhereArg));
 #if defined(MH_IS_CUDA)
   m.def("group_amax", &group_amax, py::arg("data"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
-        py::arg("stride_k"), py::arg("groups"), py::arg("of_columns"), py::arg("of_rows"), py::arg("stream"), py::arg(kWhereArg));
+        py::arg("stride_k"), py::arg("groups"), py::arg("of_columns"), py::arg("of_rows"), py::arg("stream"),
+        py::arg(kWhereArg), py::arg("gate") = 0, py::arg("grad") = 0, py::arg("grad_stride") = 0,
+        py::arg("weights") = py::none());
   m.def("group_map", &group_map, py::arg("sizes"), py::arg("wide"), py::arg("groups"), py::arg("count"), py::arg("ends"),
         py::arg("blocks"), py::arg("stream"), py::arg(kWhereArg));
 #endif

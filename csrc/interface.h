@@ -4,6 +4,6 @@
 
 namespace mh {
 
-constexpr int kInterface = 7;
+constexpr int kInterface = 8;
 
 }  // namespace mh

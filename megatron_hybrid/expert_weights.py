@@ -11,7 +11,9 @@ import functools
 import torch
 
 from .grouped import ExpertRuntimes
-from .plan import WEIGHT
+from .grouped_at_once import GroupedCall
+from .groups import Groups
+from .plan import INPUT, WEIGHT
 from .random_keys import shifted
 from .runtime import LinearRuntime
 from .tensor import HybridTensor
@@ -96,6 +98,20 @@ class HoldsExpertWeights(HoldsWeight):
         if self.weight is None:
             return self.hq.each(x, self.weights(), bias, m_splits, training=self.training)
         return self.hq.forward(x, self.weight, bias, m_splits, training=self.training)
+
+    def call_for_computed(self, x: torch.Tensor, groups: Groups) -> GroupedCall | None:
+        """The call of all experts at once that `multiply` will make of what is computed from x, if that can be cast as
+        it is computed; None in evaluation, of frozen weights, and of those that are there in a call only."""
+        weights = self.weights() if self.weight is None else [self.weight]
+        if not torch.is_grad_enabled() or not any(weight.requires_grad for weight in weights):
+            return None
+        if self.weight is not None:
+            call = self.hq.call_at_once(x, self.weight, groups, training=self.training)
+        elif all(type(weight) is HybridTensor for weight in weights):
+            call = self.hq.call_each(x, weights, groups, training=self.training)
+        else:
+            call = None
+        return call if call is not None and call.takes_computed(INPUT) else None
 
     def _load_from_state_dict(self, state_dict, prefix, *args):
         """Takes one weight for all experts, or one an expert, whichever this module has."""

@@ -1,4 +1,5 @@
 """SwiGLU cast as it is computed: its result for the linear that reads it, its gradient for the linear that made its input.
+Of experts, whose SwiGLU is weighted, the rows of all groups at once.
 
 Neither is ever in memory but as payloads. Both are rounded to the input's dtype before they are cast, so the payloads are
 those of casting what `swiglu` and its backward give.
@@ -11,11 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import kernels
 from .formats import ROWWISE
+from .grouped_at_once import GroupedCall, call_for_gradient
 from .lean import takes_payloads
 from .linear import LOCAL, LinearCall
 from .ops_triton.launch import as_rows
-from .ops_triton.swiglu import gradient, product, swiglu
+from .ops_triton.permute import scatter
+from .ops_triton.swiglu import gradient, product, swiglu, weighted_gradient, weighted_product, weighted_swiglu
+from .permutation import RowMap
 from .plan import GRAD_OUTPUT, INPUT
 from .runtime import LinearRuntime
 from .tensor import HybridTensor
@@ -95,3 +100,56 @@ def swiglu_for(
         if any(casts):
             return SwigluCast.apply(x, *casts)
     return swiglu(x, bias)
+
+
+_TILE = 128  # columns of which a kernel adds up what weights' gradients are made of
+
+
+class WeightedSwigluCast(torch.autograd.Function):
+    """x (T, 2F), weights, of rows or with a `RowMap` where they choose theirs -> (T, F), cast for the call `forth`; the
+    gradient of x for `back`, where they are there."""
+
+    @staticmethod
+    def forward(ctx, x, weights, where: RowMap | None, forth: GroupedCall | None, back: GroupedCall | None):
+        x, weights = as_rows(x), weights.contiguous()
+        ctx.save_for_backward(x, weights)
+        ctx.where, ctx.back = where, back
+        if forth is None:
+            return weighted_product(x, weights, where)
+        gate, up = x.chunk(2, dim=1)
+        return forth.computed(INPUT, up, gate=gate, weights=kernels.weights_of(weights, _places(where)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (x, weights), where, dy = ctx.saved_tensors, ctx.where, as_rows(dy)
+        if ctx.back is None or torch.is_anomaly_enabled() or not _in_vectors(dy):
+            return *weighted_gradient(dy, x, weights, where), None, None, None
+        dots = torch.empty(x.shape[0], dy.shape[1] // _TILE, dtype=torch.float32, device=x.device)
+        dx = ctx.back.computed(GRAD_OUTPUT, x, grad=dy, weights=kernels.weights_of(weights, _places(where), dots))
+        dweights = dots.sum(dim=1).to(weights.dtype)
+        if where is not None:
+            dweights = scatter(dweights, where.choice, weights.numel()).view(weights.shape)
+        return dx, dweights, None, None, None
+
+
+def _places(where: RowMap | None) -> torch.Tensor | None:
+    return None if where is None else where.choice
+
+
+def _in_vectors(x: torch.Tensor) -> bool:
+    """Whether rows of x (M, K) can be read 16 bytes at a time."""
+    return x.stride(1) == 1 and x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def weighted_swiglu_for(
+    x: torch.Tensor, weights: torch.Tensor, where: RowMap | None, forth: GroupedCall | None, *, shown: bool = False
+) -> torch.Tensor:
+    """`weighted_swiglu(x, weights, where)`, cast for the call `forth` where there is one, and its gradient for the
+    grouped linear that made x where that takes it. shown: something else than this has x."""
+    if not x.is_cuda or torch.compiler.is_compiling() or weights.dtype not in kernels.SOURCE_CODES:
+        return weighted_swiglu(x, weights, where)
+    back = None if shown else call_for_gradient(x)
+    if (forth is None and back is None) or not _in_vectors(x):
+        return weighted_swiglu(x, weights, where)
+    return WeightedSwigluCast.apply(x, weights, where, forth, back)

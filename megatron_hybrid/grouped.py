@@ -17,6 +17,7 @@ from .expert_stack import ExpertStack
 from .formats import COLUMNWISE
 from .gathered_experts import GatheredExperts
 from .grouped_at_once import GroupedCall, GroupedPlan, build, grouped_at_once, why_not
+from .grouped_payloads import GroupedPayloads
 from .groups import Groups
 from .linear import (
     LOCAL,
@@ -133,23 +134,18 @@ class ExpertRuntimes(torch.nn.ModuleList):
         Raises ``ValueError`` when they are not E non-negative numbers that add up to T (on a GPU they are not read)."""
         check_rows(x)
         groups = Groups.of(m_splits, len(self), x.shape[0], x.device)
-        gathered = type(weight) is GatheredExperts
-        if (gathered or type(weight) is torch.nn.Parameter) and self._may_run_at_once(x, weight):
-            how = self.how_each(weight.experts) if gathered else self.how(weight)
-            if isinstance(how, GroupedPlan):
-                call = self.first.call(weight.device, self.comm, training=training)
-                return grouped_at_once(x, [weight], bias, GroupedCall(how, call, groups, self.stack if gathered else None))
+        call = self.call_at_once(x, weight, groups, training=training)
+        if call is not None:
+            return grouped_at_once(x, [weight], bias, call)
         return groups.result_of(self._one_by_one(groups.rows_of(x), weight, bias, groups.host, training))
 
     def each(self, x: torch.Tensor, weights: list, bias, m_splits, *, training: bool) -> torch.Tensor:
         """`forward` with a weight (N, K) an expert, plain or quantized: at once where all are quantized alike."""
         check_rows(x)
         groups = Groups.of(m_splits, len(self), x.shape[0], x.device)
-        if self._may_run_at_once(x, weights[0]):
-            how = self.how_each(weights)
-            if isinstance(how, GroupedPlan):
-                call = self.first.call(weights[0].device, self.comm, training=training)
-                return grouped_at_once(x, weights, bias, GroupedCall(how, call, groups, self.stack))
+        call = self.call_each(x, weights, groups, training=training)
+        if call is not None:
+            return grouped_at_once(x, weights, bias, call)
         outputs, start, x = [], 0, groups.rows_of(x)
         for e, (runtime, weight, x_e) in enumerate(zip(self, weights, x.split(groups.host))):
             call = at_rows(runtime.call(weight.device, self.comm, training=training), start, 0)
@@ -157,9 +153,28 @@ class ExpertRuntimes(torch.nn.ModuleList):
             start += groups.host[e]
         return groups.result_of(torch.cat(outputs))
 
+    def call_at_once(self, x, weight, groups: Groups, *, training: bool) -> GroupedCall | None:
+        """How `forward` runs all experts at once on rows like x; None: one by one."""
+        gathered = type(weight) is GatheredExperts
+        if not (gathered or type(weight) is torch.nn.Parameter) or not self._may_run_at_once(x, weight):
+            return None
+        how = self.how_each(weight.experts) if gathered else self.how(weight)
+        return self._call(how, weight.device, groups, self.stack if gathered else None, training)
+
+    def call_each(self, x, weights: list, groups: Groups, *, training: bool) -> GroupedCall | None:
+        """How `each` runs all experts at once on rows like x; None: one by one."""
+        if not self._may_run_at_once(x, weights[0]):
+            return None
+        return self._call(self.how_each(weights), weights[0].device, groups, self.stack, training)
+
+    def _call(self, how: GroupedPlan | str, device, groups: Groups, stack, training: bool) -> GroupedCall | None:
+        if isinstance(how, str):
+            return None
+        return GroupedCall(how, self.first.call(device, self.comm, training=training), groups, stack)
+
     def _may_run_at_once(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Whether nothing but plans and weights could ask for one expert after another."""
-        plain = type(x) in (torch.Tensor, HybridTensor) and x.dtype == weight.dtype and x.shape[0] > 0
+        plain = type(x) in (torch.Tensor, HybridTensor, GroupedPayloads) and x.dtype == weight.dtype and x.shape[0] > 0
         first = self.first
         watched = first.observer is not None or first.nan_check is not None
         return plain and not watched and not _traced_or_autocast(x)

@@ -16,6 +16,7 @@ from .expert_stack import ExpertStack
 from .formats import COLUMNWISE, ROWWISE, shares_codes
 from .gemm import grouped as gemms
 from .grouped_casts import GroupedCasts
+from .grouped_payloads import GroupedPayloads
 from .groups import Groups
 from .linear import LinearCall
 from .permutation import RowMap
@@ -94,6 +95,18 @@ class GroupedCall:
     def _copies(self, operand: str) -> RowMap | None:
         return self.groups.copies if operand == INPUT else self.groups.sums
 
+    def takes_computed(self, operand: str) -> bool:
+        """Whether SwiGLU, whose result or gradient this is, can cast it by rows and by columns as it computes it."""
+        watched = self.call.plan is not self.how.plans[0]
+        whole = self._copies(operand) is None and (operand == GRAD_OUTPUT or self.call.plan.saved[INPUT] == COLUMNWISE)
+        return whole and not watched and self.how.casts[operand].takes_computed
+
+    def computed(self, operand: str, x: torch.Tensor, **computed) -> GroupedPayloads:
+        """What is computed from rows like x (`kernels.cast_groups`), as what this operand is cast to."""
+        layout = self.groups.layout(self.how.alignment)
+        row, col = self.how.casts[operand].computed(x, layout, **computed)
+        return GroupedPayloads(row, GroupedColumns(col, layout))
+
     def rows(self, operand: str, x: torch.Tensor) -> QuantizedStorage:
         """The rowwise payload of x; a `HybridTensor` brings it."""
         if isinstance(x, HybridTensor):
@@ -125,6 +138,8 @@ class GroupedCall:
 
     def both(self, operand: str, x: torch.Tensor, copies: RowMap | None) -> tuple[QuantizedStorage, GroupedColumns]:
         """The T rows by rows and by columns, from one read of x where its formats and the device have that."""
+        if type(x) is GroupedPayloads:
+            return x.row, x.columns
         if type(x) is torch.Tensor:
             layout = self.groups.layout(self.how.alignment)
             found = self.how.casts[operand].both(x, layout, copies)
@@ -236,6 +251,15 @@ def _backward(ctx, dy):
 
 
 _backward_once = once_differentiable(_backward)
+
+
+def call_for_gradient(x: torch.Tensor) -> GroupedCall | None:
+    """The call that made `x`, which nothing else reads, if its backward is next and takes x's gradient as payloads."""
+    made_by = x.grad_fn
+    if type(made_by) is not GroupedAtOnceFunction._backward_cls or x._backward_hooks or x.retains_grad:
+        return None
+    whole = made_by.wanted == (True, True, False)
+    return made_by.call if whole and made_by.call.takes_computed(GRAD_OUTPUT) else None
 
 
 def forward(x, weights, bias, call: GroupedCall, *, keep_input: bool, keep_weight: bool):

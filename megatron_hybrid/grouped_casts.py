@@ -14,7 +14,7 @@ from .grouped_columns import GroupCast, goes_by_group, goes_together
 from .groups import Layout
 from .lean import SideCast
 from .permutation import RowMap
-from .plan import GemmPlan
+from .plan import GRAD_OUTPUT, INPUT, GemmPlan
 from .storage import QuantizedStorage
 
 
@@ -24,6 +24,9 @@ class GroupedCasts:
     casts_tokens    whether tokens are cast before they are copied to experts' rows: a cast by rows of what no rank has
                     another part of; copies draw random bits of their own
     """
+
+    # of computed tensors: what their kernels load at once, and tiles of a gradient's halves
+    _COMPUTED = {INPUT: 8, GRAD_OUTPUT: 256}
 
     def __init__(self, plan: GemmPlan, operand: str, width: int, dtype: torch.dtype, align: int):
         """width: columns of the tensor. align: the multiple of rows at which groups of columns begin."""
@@ -38,6 +41,7 @@ class GroupedCasts:
             self._columns = GroupCast(None, col)
             if alone and not quantizer.derives_columnwise and goes_together(row, col, width):
                 self._both = GroupCast(row, col)
+        self.takes_computed = self._both is not None and dtype.itemsize == 2 and width % self._COMPUTED[operand] == 0
 
     def rows(self, x: torch.Tensor) -> QuantizedStorage | None:
         """The rowwise payload of x (T, K); None: this is not the way to make it."""
@@ -65,3 +69,7 @@ class GroupedCasts:
         if self._both is None or x.dtype != self._dtype or kernels.traced(x):
             return None
         return self._both(x, layout, copies)
+
+    def computed(self, x: torch.Tensor, layout: Layout, **computed) -> tuple[QuantizedStorage, QuantizedStorage]:
+        """The same of what `kernels.cast_groups` computes from x, where `takes_computed`."""
+        return self._both(x, layout, **computed)

@@ -89,17 +89,19 @@ class GroupCast:
     def __reduce__(self):
         return GroupCast, (self.row, self.column)
 
-    def __call__(self, x: torch.Tensor, layout: Layout, copies: RowMap | None = None):
-        """(rowwise payload or None, columnwise payload spread out by `layout`) of x (T, K).
+    def __call__(self, x: torch.Tensor, layout: Layout, copies: RowMap | None = None, **computed):
+        """(rowwise payload or None, columnwise payload spread out by `layout`) of x (T, K), or of what is `computed`
+        from it.
 
-        copies: as `row_scaled_columns`'s; the rows are of all T too.
+        copies: as `row_scaled_columns`'s; the rows are of all T too. computed: `gate`, `grad` and `weights` as
+        `kernels.cast_groups` takes them.
         """
         x, where, device = as_rows(x), layout.blocks, x.device
         T, K = x.shape if copies is None else (copies.num_rows, x.shape[1])
         rows, memory, of_columns, of_rows = None, None, 0, 0
         groups = kernels.groups_of(where, T, copies)
         if self._whole_rows or self._whole_columns:
-            memory, of_columns, of_rows = kernels.amax_groups(x, groups, rows=self._whole_rows)
+            memory, of_columns, of_rows = kernels.amax_groups(x, groups, rows=self._whole_rows, **computed)
         by_row = None
         if self.row is not None:
             blocks = 1 if self._whole_rows else -(-K // layout.align)
@@ -111,7 +113,7 @@ class GroupCast:
         codes = torch.empty((K, layout.rows), dtype=torch.uint8, device=device)
         scale = torch.empty((groups[2] if whole else groups[3], K), dtype=torch.float32, device=device)
         by_column = (self._column_spec, codes.data_ptr(), True, scale.data_ptr(), of_columns if whole else 0, False, 0, 0)
-        kernels.cast_groups(x, by_row, by_column, groups)
+        kernels.cast_groups(x, by_row, by_column, groups, **computed)
         del memory  # not before
         return rows, QuantizedStorage.of(self.column, COLUMNWISE, (layout.rows, K), x.dtype, True, codes, scale)
 

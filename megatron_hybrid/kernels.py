@@ -212,24 +212,43 @@ def cast_directions(
     )  # fmt: skip
 
 
-def cast_groups(x: torch.Tensor, row: tuple | None, col: tuple, groups: tuple) -> None:
+def cast_groups(
+    x: torch.Tensor, row: tuple | None, col: tuple, groups: tuple, *, gate=None, grad=None, weights: tuple | None = None
+) -> None:
     """Columns of all groups of rows of `x` (M, K), and the rows beside them, in one read; on CUDA only.
 
     FP8 with FP32 scales of 128 elements, or of whole rows and columns, whose amaxes are float32 (rows, 1) and (E, K) then.
     row, col: described before as `Side.arguments` describes them. col: stored (K, 128 * blocks), whole blocks, codes 0 where
     one has no row; scales (blocks, K) or (E, K); transposed. groups: what `groups_of` gives.
+    gate, grad: as `cast_directions`'s, of 16-bit tensors; weights: what `weights_of` gives, by which `silu(gate) * x`
+    is multiplied before it is rounded.
     """
-    extension(x.device.type).quantize_pair(row, col, *_matrix(x), False, 0, 0, 0, 0, 0, *_where(x), groups=groups)
+    of_grad = () if grad is None else (grad.data_ptr(), grad.stride(0))
+    extension(x.device.type).quantize_pair(
+        row, col, *_matrix(x), False, 0, _ptr(gate), 0, 0, 0, *_where(x), *of_grad, groups=groups, weights=weights
+    )
 
 
-def amax_groups(x: torch.Tensor, groups: tuple, *, rows: bool = False) -> tuple[torch.Tensor, int, int]:
-    """(memory, address of the columns' amaxes (E, K) in it, of the rows' (T, 1) or 0) as `cast_groups` takes them, in one
-    read of `x` (M, K); on CUDA only."""
+def weights_of(weights: torch.Tensor, places=None, dots=None) -> tuple:
+    """Weights of rows as `cast_groups` takes them. places: int32 (T,), where among the weights each row's is, -1 for
+    none and a weight of 0. dots: float32 (T, F / 128), filled with what adds up to the weights' gradients where `grad`
+    is cast."""
+    return weights.data_ptr(), SOURCE_CODES[weights.dtype], _ptr(places), _ptr(dots)
+
+
+def amax_groups(
+    x: torch.Tensor, groups: tuple, *, rows: bool = False, gate=None, grad=None, weights: tuple | None = None
+) -> tuple[torch.Tensor, int, int]:
+    """(memory, address of the columns' amaxes (E, K) in it, of the rows' (T, 1) or 0) as `cast_groups` takes them, of
+    what it will cast of `x` (M, K), in one read; on CUDA only."""
     num, num_rows, K = groups[2], groups[4], x.shape[1]
     found = torch.zeros(num * K + (num_rows if rows else 0), dtype=torch.float32, device=x.device)
     columns = found.data_ptr()
     of_rows = columns + 4 * num * K if rows else 0
-    extension(x.device.type).group_amax(*_matrix(x), groups, columns, of_rows, *_where(x))
+    of_grad = (0, 0) if grad is None else (grad.data_ptr(), grad.stride(0))
+    extension(x.device.type).group_amax(
+        *_matrix(x), groups, columns, of_rows, *_where(x), _ptr(gate), *of_grad, weights
+    )
     return found, columns, of_rows
 
 

@@ -26,7 +26,7 @@ from .storage import QuantizedStorage
 from .storage_layout import relayout
 from .tensor import HybridTensor
 
-_INTERFACE = 7  # csrc/interface.h
+_INTERFACE = 8  # csrc/interface.h
 _KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
 _NO_TYPES, _NO_MODES = {torch.bfloat16: 0, torch.float32: 0}, {"none": 0}  # of a plan that does not ask cuBLASLt
 

@@ -8,9 +8,7 @@
 namespace mh::cuda {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = kThreads / kWarp;
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kStrip = 2 * kWarp;            // columns a warp reads side by side
 constexpr int64_t kBlocks = 132 * 8;         // fills a large GPU once
 constexpr int64_t kFlatCols = 2 * kLine * kWarp;  // a contiguous tensor is read as rows of what a warp takes at once

@@ -12,8 +12,6 @@
 
 namespace mh::cuda {
 
-constexpr int kWarp = 32;
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kStripRows = 32;  // rows of a column strip, one warp's
 constexpr int kStrips = kTile / kStripRows;
 constexpr int kSquaresAcross = kTile / 16;  // at most

@@ -49,6 +49,14 @@ struct CastArgs {
   Groups groups;
 };
 
+// A cast of groups, or their amaxes, by strips (strip.cuh).
+struct StripArgs {
+  CastArgs cast;
+  RowWeights weights;
+  bool down;                      // tiles one below the other first: copies of a row are read while it is in the L2
+  int32_t *of_columns, *of_rows;  // null: a cast
+};
+
 // Launches the kernel for a storage type and the kinds of both directions.
 template <class T>
 void launch_cast(const CastArgs& args, Kind row, Kind col, const Where& where);
@@ -56,6 +64,10 @@ void launch_cast(const CastArgs& args, Kind row, Kind col, const Where& where);
 // The same for groups; FP8 columns, and rows or none.
 template <class T>
 void launch_groups(const CastArgs& args, Kind row, const Where& where);
+
+// The same, or amaxes, by strips (group_strips.cu), for the tensors that these fit.
+bool fits_strips(const StripArgs& args, bool rows);
+void launch_strips(const StripArgs& args, bool rows, const Where& where);
 
 extern template void launch_groups<Float32>(const CastArgs&, Kind, const Where&);
 extern template void launch_groups<BFloat16>(const CastArgs&, Kind, const Where&);

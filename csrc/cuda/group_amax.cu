@@ -1,5 +1,7 @@
-// Amaxes of every group's columns, and of rows, in one read. A warp takes 16 rows of a block, 16 bytes a lane side by side,
-// and keeps what it finds of its columns; rows are asked of a warp's lanes, columns of the thread block's warps.
+// Amaxes of every group's columns, and of rows, in one read, of tensors that strips do not fit. A warp takes 16 rows of a
+// block, 16 bytes a lane side by side, and keeps what it finds of its columns; rows are asked of a warp's lanes, columns
+// of the thread block's warps.
+#include "amax.h"
 #include "launch.h"
 #include "largest.cuh"
 #include "matrix.h"
@@ -81,11 +83,13 @@ __global__ void __launch_bounds__(kThreads) amax_of_groups(const __grid_constant
 
 void group_amax(const GroupAmaxArgs& args, const Where& where) {
   const OnDevice on(where, "group_amax");
-  GroupAmaxPass pass{contiguous_strides(args.x), args.groups, args.of_columns, args.of_rows, false, 0};
+  if (amax_by_strips(args, where)) return;
+  const Groups& groups = args.cast.groups;
+  GroupAmaxPass pass{contiguous_strides(args.cast.col.x), groups, args.of_columns, args.of_rows, false, 0};
   const int64_t size = pass.x.dtype == Dtype::f32 ? 4 : 2;
   pass.vector = pass.x.col_stride == 1 && access_width(pass.x.data, pass.x.row_stride * size) == kVector;
   const int64_t strip = kLanes * kVector / size, strips = (pass.x.cols + strip - 1) / strip;
-  const int64_t items = strips * args.groups.count;
+  const int64_t items = strips * groups.count;
   if (items == 0) return;
   if (items > kMaxGrid) throw std::runtime_error("megatron_hybrid._C_cuda: a matrix of more than 2^44 elements");
   pass.strips = static_cast<uint32_t>(strips);

@@ -14,6 +14,8 @@
 namespace mh::cuda {
 
 constexpr int kThreads = 256;
+constexpr int kWarp = 32;
+constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int64_t kMaxGrid = 0x7fffffff;  // kernels stride over the rest
 
 inline unsigned grid_for(int64_t work) {

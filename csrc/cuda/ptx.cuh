@@ -219,7 +219,31 @@ __device__ __forceinline__ float divide(float a, float b) {
 #endif
 }
 
-__device__ __forceinline__ float sigmoid(float x) { return divide(1.0f, 1.0f + exp_minus(x)); }
+// 4 / (1 + e^-x) as `divide` finds quotients, in fewer instructions: it scales what is beyond 2^126, and the mantissa
+// of a reciprocal does not depend on the exponent. An e^-x below FP32's normal numbers adds nothing to 1.
+__device__ __forceinline__ float four_sigmoids(float x) {
+#if defined(__CUDACC__)
+  constexpr float kLog2E = 1.44269504088896340736f;
+  float power, quotient;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-x * kLog2E));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(quotient) : "f"(fmaf(power, 0.25f, 0.25f)));
+  return quotient;
+#else
+  return divide(1.0f, 0.25f + 0.25f * exp_minus(x));
+#endif
+}
+
+__device__ __forceinline__ float sigmoid(float x) { return four_sigmoids(x) * 0.25f; }
+
 __device__ __forceinline__ float silu(float x) { return divide(x, 1.0f + exp_minus(x)); }  // one rounding fewer
+
+// silu of a 16-bit number: a quarter of it is exact.
+__device__ __forceinline__ float silu_of_narrow(float x) {
+#if defined(__CUDACC__)
+  return four_sigmoids(x) * (x * 0.25f);
+#else
+  return silu(x);
+#endif
+}
 
 }  // namespace mh::cuda

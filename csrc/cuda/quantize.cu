@@ -118,21 +118,38 @@ void launch_pair(const PairArgs& p, bool looks, const Where& where) {
   by_dtype(x.dtype, [&](auto t) { launch_cast<decltype(t)>(a, row, col, where); });
 }
 
-// All groups' columns, and their rows beside them.
-void launch_of_groups(const PairArgs& p, const Where& where) {
-  const Groups& g = p.groups;
-  const Matrix x = contiguous_strides(p.col.x);
-  CastArgs a{};
-  a.x = x;
-  a.vector = loads_vectors(x);
-  a.tiling = make_tiling(g.count * kTile, x.cols, false);
+// What casts of groups and their amaxes are told alike.
+StripArgs of_groups(const PairArgs& p) {
+  StripArgs s{};
+  CastArgs& a = s.cast;
+  a.x = contiguous_strides(p.col.x);
+  a.gate = p.gate, a.grad = p.grad, a.grad_stride = p.grad_stride;
+  a.vector = loads_vectors(p, a.x);
+  a.tiling = make_tiling(p.groups.count * kTile, p.grad ? a.x.cols / 2 : a.x.cols, false);
   a.items = a.tiling.count;
-  a.groups = g;
-  QuantizeArgs col = p.col, row = p.row;
-  col.x = Matrix{x.data, x.dtype, g.count * kTile, x.cols, x.row_stride, x.col_stride};
+  a.groups = p.groups;
+  s.weights = p.weights;
+  s.down = p.groups.choice && p.groups.rows > a.x.rows;
+  return s;
+}
+
+// Whether strips fit. Raises where they do not and the rows are computed, which nothing else does.
+bool take_strips(const StripArgs& s, bool rows) {
+  if (fits_strips(s, rows)) return true;
+  if (!s.cast.gate && !s.cast.grad) return false;
+  throw std::runtime_error("megatron_hybrid._C_cuda: rows of groups are computed in 16 bits, whole 16 bytes of them");
+}
+
+// All groups' columns, and their rows beside them.
+void cast_groups(const PairArgs& p, const Where& where) {
+  StripArgs strips = of_groups(p);
+  CastArgs& a = strips.cast;
+  QuantizeArgs col = p.col;
+  col.x = Matrix{a.x.data, a.x.dtype, a.groups.count * kTile, a.x.cols, a.x.row_stride, a.x.col_stride};
   a.col = make_direction(col, false);
-  if (p.has_row) a.row = make_direction(row, false);
-  by_dtype(x.dtype, [&](auto t) { launch_groups<decltype(t)>(a, p.has_row ? Kind::fp8 : Kind::none, where); });
+  if (p.has_row) a.row = make_direction(p.row, false);
+  if (take_strips(strips, p.has_row)) return launch_strips(strips, p.has_row, where);
+  by_dtype(a.x.dtype, [&](auto t) { launch_groups<decltype(t)>(a, p.has_row ? Kind::fp8 : Kind::none, where); });
 }
 
 bool has_work(const QuantizeArgs& a) { return a.x.rows * a.x.cols > 0 || is_preset(a.spec); }
@@ -145,9 +162,18 @@ bool can_look(const PairArgs& p) {
 
 }  // namespace
 
+bool amax_by_strips(const GroupAmaxArgs& args, const Where& where) {
+  StripArgs strips = of_groups(args.cast);
+  strips.weights.dots = nullptr;  // the cast's
+  strips.of_columns = args.of_columns, strips.of_rows = args.of_rows;
+  if (!take_strips(strips, false)) return false;
+  launch_strips(strips, false, where);
+  return true;
+}
+
 void quantize(const PairArgs& args, const Where& where) {
   const OnDevice on(where, "quantize");
-  if (args.groups.ends) return launch_of_groups(args, where);
+  if (args.groups.ends) return cast_groups(args, where);
   const bool looks = can_look(args);
   PairArgs p = args;
   p.has_row = args.has_row && !looks;

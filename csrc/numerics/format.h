@@ -73,6 +73,15 @@ struct Groups {
   int64_t parts;
 };
 
+// Weights of the rows of all groups: row r's is that at places[r], or at r, and 0 where that is -1; data null: none.
+// `dots`: null, or FP32 (rows, tiles of 128 columns): of the gradient of SwiGLU, what adds up to the weights' own.
+struct RowWeights {
+  const void* data;
+  Dtype dtype;
+  const int32_t* places;
+  float* dots;
+};
+
 // Both directions of one tensor, or one of them. `derived`: the column is cast from the row's decode, rounded to the
 // dtype of `x`. `sums`: CUDA only, null or one FP32 row of sums over M a kPanelRows rows of `x`, taken in the same read;
 // then neither direction need be there, and `row.x` is the tensor. `gate`: CUDA only, null or a matrix of the shape, dtype
@@ -82,7 +91,8 @@ struct Groups {
 //
 // `groups.ends` set: CUDA only, FP8 with FP32 scales of whole rows, of whole columns and of 128 elements. A column payload is
 // (K, count * kPanelRows), whole blocks, with code 0 where a block has no row, and scales (count, K), or (groups, K) from such
-// amaxes. A row payload is of all groups' rows, as without groups.
+// amaxes. A row payload is of all groups' rows, as without groups. What `gate` or `grad` computes is times `weights`, of
+// 16 bits and read 16 bytes at a time; a gradient's halves are whole tiles of 128 columns.
 struct PairArgs {
   QuantizeArgs row, col;
   bool has_row, has_col;
@@ -92,6 +102,7 @@ struct PairArgs {
   const void* grad;
   int64_t grad_stride;
   Groups groups;
+  RowWeights weights;
 };
 
 struct DequantizeArgs {
@@ -111,9 +122,9 @@ struct OperandsArgs {
 };
 
 // CUDA only. Bits of the amaxes of every group's columns, (groups, cols), and of all groups' rows or null; raised, from 0.
+// `cast`: what will be cast, of which `col.x`, what computes the rows from it and `groups` are read.
 struct GroupAmaxArgs {
-  Matrix x;
-  Groups groups;
+  PairArgs cast;
   int32_t *of_columns, *of_rows;
 };
 

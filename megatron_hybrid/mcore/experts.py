@@ -208,7 +208,7 @@ class HybridGroupedMLP(TEGroupedMLP):
             checkpoint = CheckpointWithoutOutput(fp8=None)  # False would mean that Transformer Engine is there
             hidden = checkpoint.checkpoint(functools.partial(self._activate, where=where), hidden, probs)
         else:
-            hidden = self._activate(hidden, probs, where)
+            hidden = self._activate_for_fc2(hidden, probs, where, groups)
         y, bias = self.linear_fc2(hidden, groups.between(sums=groups.sums))
         if self.activation_recompute:
             checkpoint.discard_output_and_register_recompute(y)
@@ -229,6 +229,10 @@ class HybridGroupedMLP(TEGroupedMLP):
         if (limit := config.activation_func_clamp_value) is not None:
             gate, up = gate.clamp(max=limit), up.clamp(min=-limit, max=limit)
         return (config.activation_func(gate) * (up + config.glu_linear_offset) * probs).to(hidden.dtype)
+
+    def _activate_for_fc2(self, hidden, probs, where, groups: Groups):
+        """`_activate`, of what is not computed again in backward: what fc2 takes for the rows of these groups."""
+        return self._activate(hidden, probs, where)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Keys as `SequentialMLP`'s."""

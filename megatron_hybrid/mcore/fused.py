@@ -8,7 +8,7 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
 from .. import patches
-from ..gated_cast import shows_output, swiglu_for
+from ..gated_cast import shows_output, swiglu_for, weighted_swiglu_for
 from ..ops_triton.cross_entropy import cross_entropy
 from ..ops_triton.norm import MAX_SIZE as MAX_NORM_SIZE
 from ..ops_triton.norm import norm
@@ -64,10 +64,21 @@ class FusedMLP(MLP):
 
 
 class FusedGroupedMLP(HybridGroupedMLP):
-    """Experts whose SwiGLU times the routing weight is one kernel each way."""
+    """Experts whose SwiGLU times the routing weight is one kernel each way, which casts for their linears if it can."""
 
     def _activate(self, hidden, probs, where=None):
-        return weighted_swiglu(hidden, probs.reshape(-1) if where is None else probs, where)
+        return weighted_swiglu(hidden, _weights(probs, where), where)
+
+    def _activate_for_fc2(self, hidden, probs, where, groups):
+        """Cast as it is computed, and its gradient, where the linears around it take that."""
+        forth = self.linear_fc2.call_for_computed(hidden, groups.between(sums=groups.sums))
+        shown = shows_output(self.linear_fc1)
+        return weighted_swiglu_for(hidden, _weights(probs, where), where, forth, shown=shown)
+
+
+def _weights(probs, where):
+    """Of rows (T,), or with a map of these (N, E)."""
+    return probs.reshape(-1) if where is None else probs
 
 
 def fuse_permutation(config) -> None:

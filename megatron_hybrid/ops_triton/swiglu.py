@@ -136,6 +136,32 @@ def swiglu(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     return SwigluFunction.apply(x, bias)
 
 
+def weighted_product(x: torch.Tensor, weights: torch.Tensor, where=None) -> torch.Tensor:
+    """y (M, F) of rows x (M, 2F); see `weighted_swiglu`."""
+    M, F = x.shape[0], x.shape[1] // 2
+    y, block = torch.empty(M, F, dtype=x.dtype, device=x.device), _block(F)
+    if M:
+        with on_device(x):
+            _weighted_forward[M, cdiv(F, block)](
+                x, weights, _choice(weights, where), y, x.stride(0), F, BLOCK=block, CHOSEN=where is not None
+            )
+    return y
+
+
+def weighted_gradient(dy: torch.Tensor, x: torch.Tensor, weights: torch.Tensor, where=None):
+    """Gradients of rows x (M, 2F) and of weights from that of y, dy (M, F)."""
+    M, F = x.shape[0], x.shape[1] // 2
+    dy, dx = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dweights = torch.empty_like(weights) if where is None else torch.zeros_like(weights)
+    if M:
+        with on_device(x):
+            _weighted_backward[M,](
+                dy, x, weights, _choice(weights, where), dx, dweights, dy.stride(0), x.stride(0), F, BLOCK=_block(F),
+                CHOSEN=where is not None,
+            )  # fmt: skip
+    return dx, dweights
+
+
 class WeightedSwigluFunction(torch.autograd.Function):
     """See `weighted_swiglu`."""
 
@@ -144,29 +170,12 @@ class WeightedSwigluFunction(torch.autograd.Function):
         x, weights = as_rows(x), weights.contiguous()
         ctx.save_for_backward(x, weights)
         ctx.where = where
-        M, F = x.shape[0], x.shape[1] // 2
-        y, block = torch.empty(M, F, dtype=x.dtype, device=x.device), _block(F)
-        if M:
-            with on_device(x):
-                _weighted_forward[M, cdiv(F, block)](
-                    x, weights, _choice(weights, where), y, x.stride(0), F, BLOCK=block, CHOSEN=where is not None
-                )
-        return y
+        return weighted_product(x, weights, where)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        (x, weights), where = ctx.saved_tensors, ctx.where
-        M, F = x.shape[0], x.shape[1] // 2
-        dy, dx = as_rows(dy), torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        dweights = torch.empty_like(weights) if where is None else torch.zeros_like(weights)
-        if M:
-            with on_device(x):
-                _weighted_backward[M,](
-                    dy, x, weights, _choice(weights, where), dx, dweights, dy.stride(0), x.stride(0), F, BLOCK=_block(F),
-                    CHOSEN=where is not None,
-                )  # fmt: skip
-        return dx, dweights, None
+        return *weighted_gradient(dy, *ctx.saved_tensors, ctx.where), None
 
 
 def _choice(weights: torch.Tensor, where) -> torch.Tensor:

@@ -18,8 +18,10 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.mlp import MLP
 
 from megatron_hybrid import Recipe
+from megatron_hybrid.grouped_payloads import GroupedPayloads
 from megatron_hybrid.mcore import parts
 from megatron_hybrid.mcore.experts import HybridGroupedMLP
+from megatron_hybrid.mcore.fused import FusedGroupedMLP
 from megatron_hybrid.mcore.norm import HybridNorm
 from megatron_hybrid.mcore.spec import HybridLayerSpec
 from megatron_hybrid.ops_triton.cross_entropy import cross_entropy
@@ -72,6 +74,33 @@ def check_experts():
     """A layer of experts after a dense one: the router reads the norm, the residual goes around it."""
     shape = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=48, moe_router_load_balancing_type="none")
     check_close(sequence_parallel=True, moe_layer_freq=[0, 1], moe_grouped_gemm=True, **shape)
+
+
+def check_swiglu_of_experts_in_casts():
+    """On GPUs it casts its result and its gradient as it computes them: the bits of a model that writes both for casts
+    to read, but for the order of the sums for routing weights, whose gradients the router and all before it get."""
+    shape = dict(num_moe_experts=4, moe_router_topk=2, moe_ffn_hidden_size=256, moe_router_load_balancing_type="none")
+    shape |= dict(hidden_size=256, moe_layer_freq=[0, 1], moe_grouped_gemm=True, sequence_parallel=True)
+    found, seen, inside = [], [], FusedGroupedMLP._activate_for_fc2
+
+    def watched(self, hidden, *others):
+        y = inside(self, hidden, *others)
+        hidden.grad_fn.register_prehook(lambda grads: seen.append(type(grads[0])))
+        seen.append(type(y))
+        return y
+
+    try:
+        for activate in (watched, HybridGroupedMLP._activate_for_fc2):
+            FusedGroupedMLP._activate_for_fc2 = activate
+            found.append(results(True, "fp8_block", **shape))
+    finally:
+        FusedGroupedMLP._activate_for_fc2 = inside
+    assert seen == [GroupedPayloads if arguments().backend == "nccl" else torch.Tensor] * 2, seen
+    (loss, grads), (loss_apart, grads_apart) = found
+    assert torch.equal(loss, loss_apart) and grads.keys() == grads_apart.keys()
+    for name, grad in grads.items():
+        off = (grad - grads_apart[name]).norm()
+        assert off <= (0.0 if ".experts." in name else 2.0**-7) * grad.norm(), name
 
 
 def check_fp32_residuals():

@@ -58,6 +58,8 @@ T __shfl_xor_sync(unsigned, T value, int lanes_away) {
   return value;
 }
 
+inline void __syncwarp() { emulation::exchange(0, 0); }
+
 inline int32_t __reduce_max_sync(unsigned lanes, int32_t value) {
   for (int away = 1; away < 32; away *= 2) value = std::max(value, __shfl_xor_sync(lanes, value, away));
   return value;

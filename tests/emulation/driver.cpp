@@ -1,4 +1,5 @@
 // Random casts and decodes over buffers of exactly the size they need, for the sanitizers; results are not looked at.
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -135,6 +136,79 @@ void decode_both(Buffers& buffers, const QuantizeArgs& a, const QuantizeArgs& b)
   cuda::decode_operands(both, kHere);
 }
 
+// Groups of rows of 0 to 300, and the map of their blocks with one that is not used; rows are copies where `copied`.
+Groups random_groups(Buffers& buffers, bool copied, int64_t rows_of_x) {
+  constexpr int64_t kSizes[] = {0, 1, 7, 44, 128, 300}, kGroups = 4;
+  int64_t sizes[kGroups], count = 1, rows = 0;
+  for (int64_t& size : sizes) size = kSizes[rng() % 6], count += blocks(size, kPanelRows);
+  int32_t* ends = buffers.get<int32_t>(kGroups);
+  int32_t* map = buffers.get<int32_t>(3 * count);
+  int64_t block = 0;
+  for (int64_t g = 0; g < kGroups; rows += sizes[g], ends[g++] = static_cast<int32_t>(block)) {
+    for (int64_t first = 0; first < sizes[g]; first += kPanelRows, ++block) {
+      const int64_t of_block[] = {g, rows + first, std::min<int64_t>(kPanelRows, sizes[g] - first)};
+      for (int n = 0; n < 3; ++n) map[n * count + block] = static_cast<int32_t>(of_block[n]);
+    }
+  }
+  Groups g{ends, map, kGroups, count, rows, nullptr, 1};
+  if (!copied) return g;
+  int32_t* choice = buffers.get<int32_t>(rows);
+  g.choice = choice, g.parts = 3;
+  const auto places = static_cast<uint64_t>(3 * rows_of_x + 1);
+  for (int64_t r = 0; r < rows; ++r) choice[r] = static_cast<int32_t>(rng() % places) - 1;
+  return g;
+}
+
+// One direction of groups: scales of 128 elements, or of whole lines, whose amaxes group_amax takes.
+QuantizeArgs random_cast_of_groups(Buffers& buffers, const Groups& g, int axis, int64_t width) {
+  QuantizeArgs a{};
+  const bool whole = one_in(2);
+  const int along = whole ? 0 : kPanelRows;
+  const Element element = one_in(2) ? Element::e4m3 : Element::e5m2;
+  a.spec = {element, ScaleRule::fp32, axis, axis ? along : 1, axis ? 1 : along, true, 0.0f, whole, false, false};
+  a.out.transposed = axis;
+  a.out.codes = buffers.get<uint8_t>(axis ? width * g.count * kPanelRows : g.rows * width);
+  const int64_t columns = width * (whole ? g.groups : g.count), rows = g.rows * blocks(width, along);
+  a.out.scale = buffers.get<float>(axis ? columns : rows);
+  return a;
+}
+
+// Rows of moderate 16-bit numbers.
+uint16_t* random_rows(Buffers& buffers, int64_t rows, int64_t pitch) {
+  uint16_t* data = buffers.get<uint16_t>(rows * pitch);
+  for (int64_t i = 0; i < rows * pitch; ++i) data[i] = static_cast<uint16_t>((rng() & 0x83ffu) | 0x3c00u);
+  return data;
+}
+
+// Rows of groups as grouped linears cast them: those that are there, copies, SwiGLU's results and its gradients.
+void cast_groups(Buffers& buffers) {
+  enum { kRows, kCopies, kProduct, kGradient } const of = static_cast<decltype(kRows)>(rng() % 4);
+  Groups g = random_groups(buffers, of == kCopies, 70);
+  const int64_t rows = of == kCopies ? 70 : g.rows, width = of == kGradient ? 256 : (one_in(2) ? 136 : 256);
+  const int64_t pitch = of == kProduct ? 2 * width : width;
+  uint16_t* data = random_rows(buffers, rows, pitch);
+  const Matrix x{of == kProduct ? data + width : data, one_in(2) ? Dtype::bf16 : Dtype::f16, rows, width, pitch, 1};
+  PairArgs p{};
+  if (of == kProduct) p.gate = data;
+  if (of == kGradient) p.grad_stride = width / 2 + 8, p.grad = random_rows(buffers, rows, p.grad_stride);
+  if ((p.gate || p.grad) && !one_in(4)) {
+    int32_t* places = buffers.get<int32_t>(g.rows);
+    for (int64_t r = 0; r < g.rows; ++r) places[r] = static_cast<int32_t>(g.rows - 1 - r) - one_in(8);
+    float* dots = p.grad ? buffers.get<float>(g.rows * (width / 256)) : nullptr;
+    p.weights = {random_rows(buffers, g.rows, 1), Dtype::bf16, places, dots};
+  }
+  p.groups = g;
+  p.has_col = true, p.has_row = !one_in(3);
+  p.col = random_cast_of_groups(buffers, g, 1, width);
+  if (p.has_row) p.row = random_cast_of_groups(buffers, g, 0, width);
+  p.row.x = p.col.x = x;
+  int32_t* of_columns = buffers.get<int32_t>(g.groups * width);
+  int32_t* of_rows = p.has_row ? buffers.get<int32_t>(g.rows) : nullptr;
+  cuda::group_amax({p, of_columns, of_rows}, kHere);
+  p.col.out.amax = reinterpret_cast<float*>(of_columns), p.row.out.amax = reinterpret_cast<float*>(of_rows);
+  cuda::quantize(p, kHere);
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -142,6 +216,10 @@ int main(int argc, char** argv) {
   const std::vector<FormatSpec> rows = formats(0), cols = formats(1);
   for (int i = 0; i < calls; ++i) {
     Buffers buffers;
+    if (one_in(4)) {
+      cast_groups(buffers);
+      continue;
+    }
     const Matrix x = random_matrix(buffers);
     PairArgs p{};
     const FormatSpec row = rows[rng() % rows.size()], col = cols[rng() % cols.size()];

@@ -19,6 +19,7 @@ from megatron_hybrid import kernels, node
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
 from megatron_hybrid.gemm import backends
 from megatron_hybrid.grouped_columns import GroupCast, with_torch
+from megatron_hybrid.grouped_payloads import GroupedPayloads
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.ops_triton.grouped_gemm import block_map
 from megatron_hybrid.permutation import RowMap
@@ -350,6 +351,53 @@ def test_linears_around_swiglu(emulated_linears, recipe):
         assert a == b if isinstance(a, dict) else all(map(torch.equal, a, b))
 
 
+class PlainWeighted(torch.autograd.Function):
+    """Weighted SwiGLU as kernels of its own."""
+
+    @staticmethod
+    def forward(ctx, x, weights):
+        ctx.save_for_backward(x, weights)
+        return weighted_swiglu(x, weights.unsqueeze(1), torch.zeros(()))[0]
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weights = ctx.saved_tensors
+        _, dx, terms = weighted_swiglu(x, weights.unsqueeze(1), dy)
+        return dx, terms.sum(1).float()
+
+
+@pytest.mark.parametrize("sizes", [[0, 1, 44, 7], [130, 3, 0, 260]])
+def test_experts_around_swiglu(emulated_linears, monkeypatch, sizes):
+    """Results and gradients of two grouped linears with SwiGLU in their casts and between them; neither SwiGLU's result
+    nor the gradient of fc1's output is ever there in high precision."""
+    gated_cast = pytest.importorskip("megatron_hybrid.gated_cast", reason="needs triton")
+    monkeypatch.setattr("megatron_hybrid.ops_triton.reason", lambda device: None)  # casts of groups on the CPU too
+    T, E, K, F, found = sum(sizes), len(sizes), 128, 256, []
+    for inside in (True, False):
+        made = dict(recipe="fp8_block", dtype=torch.bfloat16)
+        torch.manual_seed(0)
+        fc1 = mh.HybridGroupedLinear(E, K, 2 * F, name="fc1", **made)
+        fc2 = mh.HybridGroupedLinear(E, F, K, name="fc2", **made)
+        mh.prepare(torch.nn.ModuleList((fc1, fc2))).begin_step(1)
+        x, weights = torch.randn(T, K).bfloat16().requires_grad_(), torch.rand(T).requires_grad_()
+        groups, seen = Groups(sizes, E, T, x.device), []
+        h = fc1(x, groups)
+        if inside:
+            forth, back = fc2.call_for_computed(h, groups), gated_cast.call_for_gradient(h)
+            y = gated_cast.WeightedSwigluCast.apply(h, weights, None, forth, back)
+        else:
+            y = PlainWeighted.apply(h, weights)
+        h.grad_fn.register_prehook(lambda grads: seen.append(type(grads[0])))
+        seen.append(type(y))
+        out = fc2(y, groups)
+        out.backward(torch.randn(T, K).bfloat16())
+        assert seen == [GroupedPayloads if inside else torch.Tensor] * 2
+        found.append([weights.grad, out.detach(), x.grad, fc1.weight.grad, fc2.weight.grad])
+    (dw, *inside), (dw_apart, *apart) = found
+    torch.testing.assert_close(dw, dw_apart, rtol=1e-5, atol=1e-6)
+    assert all(t.any() for t in inside) and all(map(torch.equal, inside, apart))
+
+
 def the_map(sizes):
     """`ops_triton.grouped_gemm.block_map` of host sizes: ends, and (group, first row, rows) of every block."""
     blocks, ends, row = [], [], 0
@@ -377,53 +425,127 @@ def test_map_of_groups(emulated, sizes, wide):
     assert all(map(torch.equal, block_map(sizes, count), expected))
 
 
-@pytest.mark.parametrize("name", ["fp8_block_e4m3", "fp8_block_e5m2", "fp8_rowwise_e4m3"])
+GROUP_SIZES = [7, 0, 300, 128, 1, 44]
+GROUP_FORMATS = [  # by rows, by columns
+    ("fp8_block_e4m3", "fp8_block_e4m3"), ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
+    ("fp8_rowwise_e5m2", "fp8_block_e5m2"), ("fp8_block_e5m2", "fp8_rowwise_e5m2"),
+]  # fmt: skip
+
+
+class GroupCasts:
+    """Memory for payloads of all groups of `GROUP_SIZES` in a pair of formats, full of what casts must overwrite."""
+
+    def __init__(self, module, formats, K):
+        self.formats = [parse_format(name) for name in formats]
+        self.whole = [fmt.outer_axis == "row" for fmt in self.formats]
+        T, E, (self.ends, self.blocks) = sum(GROUP_SIZES), len(GROUP_SIZES), the_map(GROUP_SIZES)
+        count = self.blocks.shape[1]
+        self.codes = [torch.full(shape, 0xAA, dtype=torch.uint8) for shape in ((T, K), (K, count * 128))]
+        shapes = (T, 1 if self.whole[0] else -(-K // 128)), (E if self.whole[1] else count, K)
+        self.scale = [torch.full(shape, float("nan")) for shape in shapes]
+        self.amax = [torch.zeros(T, 1), torch.zeros(E, K)]
+        self._specs = [module_spec(module, f, d, torch.device("cpu")) for f, d in zip(self.formats, DIRECTIONS)]
+        self._module = module
+
+    def __call__(self, x, *, choice=None, with_rows=True, weights=None, gate=0, grad=(0, 0)):
+        """Amaxes, and casts from them. choice: of copies, three for each row of x. Others: as extensions take them."""
+        by = (0, 1) if choice is None else (choice.data_ptr(), 3)
+        sizes = len(GROUP_SIZES), self.blocks.shape[1], sum(GROUP_SIZES)
+        groups = (self.ends.data_ptr(), self.blocks.data_ptr(), *sizes, *by)
+        rows, columns = (kernels._ptr(t) for t in self.amax)
+        matrix, of_rows = kernels._matrix(x), rows if with_rows else 0
+        self._module.group_amax(*matrix, groups, columns, of_rows, 0, 0, gate, *grad, weights)
+        row, column = (
+            (spec, codes.data_ptr(), transposed, scale.data_ptr(), amax if whole else 0, False, 0, 0)
+            for spec, codes, transposed, scale, amax, whole in zip(
+                self._specs, self.codes, (False, True), self.scale, (rows, columns), self.whole
+            )
+        )
+        self._module.quantize_pair(
+            row if with_rows else None, column, *matrix, False, 0, gate, 0, 0, 0, 0, 0, *grad, groups=groups,
+            weights=weights,
+        )  # fmt: skip
+
+    def check(self, rows, *, with_rows=True):
+        """What was cast is what casts of each group of these rows alone give, zeros behind them."""
+        first, (of_rows, of_columns) = 0, self.amax
+        for group, part in enumerate(rows.split(GROUP_SIZES)):
+            num = -(-len(part) // 128)
+            if len(part):
+                expected = cast(part.contiguous(), self.formats[1], COLUMNWISE, transposed=True)
+                assert torch.equal(self.codes[1][:, first * 128 : first * 128 + len(part)], expected.qdata)
+                found = self.scale[1][group] if self.whole[1] else self.scale[1][first : first + num]
+                assert torch.equal(found.reshape(expected.scale.shape), expected.scale)
+                amax = part.float().abs().amax(0)
+                torch.testing.assert_close(of_columns[group], amax, rtol=0, atol=0, equal_nan=True)
+            first += num
+            assert (self.codes[1][:, first * 128 - (num * 128 - len(part)) : first * 128] == 0).all()
+        assert (self.codes[1][:, first * 128 :] == 0xAA).all()
+        if not with_rows:
+            return
+        expected = cast(rows.contiguous(), self.formats[0], ROWWISE)
+        assert torch.equal(self.codes[0], expected.qdata)
+        assert torch.equal(self.scale[0], expected.scale.reshape(self.scale[0].shape))
+        amax = rows.float().abs().amax(1, keepdim=True)
+        torch.testing.assert_close(of_rows, amax, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("formats", GROUP_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("K, copied", [(256, False), (256, True), (144, False), (33, True)])
-def test_groups(emulated, name, dtype, K, copied):
-    """All groups' columns, and the rows beside them, are what casts of each group alone give, zeros between them."""
-    sizes, tokens = [5, 0, 300, 128, 1], 70
-    T, fmt = sum(sizes), parse_format(name)
-    g = torch.Generator().manual_seed(1)
-    x = (torch.randn(tokens if copied else T, K, generator=g) * 8).to(dtype)
-    x[3, 7], x[10], x[11, 1] = float("nan"), 0, float("-inf")
-    choice = torch.randint(0, tokens * 3, (T,), generator=g, dtype=torch.int32)
-    rows = x[choice.long() // 3] if copied else x
-    ends, blocks = the_map(sizes)
-    count = blocks.shape[1]
-    whole = fmt.outer_axis == "row"
-    codes = torch.full((K, count * 128), 0xAA, dtype=torch.uint8)
-    scale = torch.full((len(sizes) if whole else count, K), float("nan"))
-    parts = rows.split(sizes)
-    amax = torch.stack([p.float().abs().amax(0) if len(p) else torch.zeros(K) for p in parts])
-    row_spec, column_spec = (module_spec(emulated, fmt, d, x.device) for d in DIRECTIONS)
-    column = (column_spec, codes.data_ptr(), True, scale.data_ptr(), amax.data_ptr() if whole else 0, False, 0, 0)
-    row_codes, row_amax = torch.full((T, K), 0xAA, dtype=torch.uint8), rows.float().abs().amax(1)
-    row_scale = torch.full((T, 1 if whole else -(-K // 128)), float("nan"))
-    row = (
-        row_spec, row_codes.data_ptr(), False, row_scale.data_ptr(), row_amax.data_ptr() if whole else 0, False, 0, 0,
-    )  # fmt: skip
-    by = (choice.data_ptr(), 3) if copied else (0, 1)
-    groups = (ends.data_ptr(), blocks.data_ptr(), len(sizes), count, T, *by)
-    emulated.quantize_pair(row, column, *kernels._matrix(x), False, 0, 0, 0, 0, 0, 0, 0, groups=groups)
-    first = 0
-    found = [torch.zeros(len(sizes), K), torch.zeros(T, 1)]
-    emulated.group_amax(*kernels._matrix(x), groups, *(kernels._ptr(f) for f in found), 0, 0)
-    torch.testing.assert_close(found[0], amax, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(found[1].flatten(), rows.float().abs().amax(1), rtol=0, atol=0, equal_nan=True)
-    for group, part in enumerate(parts):
-        num = -(-len(part) // 128)
-        mine, blank = codes[:, first * 128 : (first + num) * 128], num * 128 - len(part)
-        if len(part):
-            expected = cast(part.contiguous(), fmt, COLUMNWISE, transposed=True)
-            assert torch.equal(mine[:, : len(part)], expected.qdata)
-            found = scale[group] if whole else scale[first : first + num]
-            assert torch.equal(found.reshape(expected.scale.shape), expected.scale)
-        assert (mine[:, len(part) :] == 0).all() and mine[:, len(part) :].shape == (K, blank)
-        first += num
-    assert (codes[:, first * 128 :] == 0xAA).all()
-    expected = cast(rows.contiguous(), fmt, ROWWISE)
-    assert torch.equal(row_codes, expected.qdata) and torch.equal(row_scale, expected.scale.reshape(row_scale.shape))
+@pytest.mark.parametrize(
+    "K, tokens, with_rows",
+    [(256, None, True), (256, 70, False), (136, 70, True), (136, 480, True), (136, None, False), (33, 70, True)],
+)
+def test_groups(emulated, formats, dtype, K, tokens, with_rows):
+    """All groups' columns, and the rows beside them, of rows and of copies; a place without a choice has the first."""
+    T, g = sum(GROUP_SIZES), torch.Generator().manual_seed(1)
+    x = (torch.randn(tokens or T, K, generator=g) * 8).to(dtype)
+    x[3, 7], x[10], x[11, 1], x[12, 2] = float("nan"), 0, float("-inf"), float("inf")
+    choice = torch.randint(0, (tokens or T) * 3, (T,), generator=g, dtype=torch.int32)
+    choice[40], choice[-3:] = -1, -1
+    casts = GroupCasts(emulated, formats, K)
+    casts(x, choice=choice if tokens else None, with_rows=with_rows)
+    casts.check(x[choice.long().clamp(min=0) // 3] if tokens else x, with_rows=with_rows)
+
+
+def weighted_swiglu(x, w, dy):
+    """Its result, its gradient and the terms of the weights', rounded where kernels round; w (T, 1)."""
+    gate, up = x.float().chunk(2, dim=1)
+    d, s = dy.float(), sigmoid(gate)
+    fused = (gate.double() * (1.0 - s).double() + 1.0).float()
+    gradient = torch.cat((d * w * up * s * fused, d * w * gate * s), dim=1)
+    return (gate / (1.0 + exp_minus(gate)) * up * w).to(x.dtype), gradient.to(x.dtype), (d * gate * s * up).double()
+
+
+@pytest.mark.parametrize("formats", GROUP_FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("F, by", [(128, None), (256, torch.float32), (136, torch.bfloat16), (128, torch.float16)])
+def test_groups_of_swiglu(emulated, formats, dtype, F, by):
+    """SwiGLU of all groups and its gradient, times the rows' weights, cast as they are computed, give the codes, scales
+    and amaxes of what is rounded first; the weights' gradients too."""
+    T, g = sum(GROUP_SIZES), torch.Generator().manual_seed(1)
+    x, dy = torch.randn(T, 2 * F, generator=g).to(dtype), torch.randn(T, F + 8, generator=g).to(dtype)[:, :F]
+    x[3, 7], x[10], x[11, F + 1], x[12, 5], dy[20, 2] = float("nan"), 0, float("-inf"), float("inf"), float("nan")
+    dots, w, pointers = torch.full((T, -(-F // 128)), float("nan")), torch.ones(T, 1), None
+    if by is not None:
+        weights, places = torch.rand(2 * T, generator=g).to(by), torch.randperm(2 * T, generator=g)[:T].int()
+        places[30] = -1
+        w = torch.where(places < 0, torch.zeros(()), weights[places.long()].float()).unsqueeze(1)
+        pointers = kernels.weights_of(weights, places, dots)
+    product, gradient, terms = weighted_swiglu(x, w, dy)
+    gate, up = x.chunk(2, dim=1)
+    casts = GroupCasts(emulated, formats, F)
+    casts(up, weights=pointers, gate=gate.data_ptr())
+    casts.check(product)
+    if F % 128:
+        with pytest.raises(RuntimeError, match="rows of groups are computed in 16 bits"):
+            GroupCasts(emulated, formats, 2 * F)(x, grad=(dy.data_ptr(), dy.stride(0)))
+        return
+    casts = GroupCasts(emulated, formats, 2 * F)
+    casts(x, weights=pointers, grad=(dy.data_ptr(), dy.stride(0)))
+    casts.check(gradient)
+    if by is not None:
+        torch.testing.assert_close(dots.double().sum(1), terms.sum(1), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 @pytest.mark.parametrize("name", ["fp8_block_e4m3", "fp8_rowwise_e4m3"])

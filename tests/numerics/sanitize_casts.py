@@ -16,6 +16,7 @@ from megatron_hybrid.gemm import grouped_cuda
 from megatron_hybrid.grouped_columns import GroupCast, with_torch
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.lean import OperandCast
+from megatron_hybrid.ops_triton import swiglu
 from megatron_hybrid.ops_triton.grouped_gemm import block_map
 from megatron_hybrid.permutation import RowMap
 from megatron_hybrid.quantizer import HybridQuantizer
@@ -100,6 +101,30 @@ def groups() -> int:
     return turn
 
 
+def groups_of_swiglu() -> int:
+    """SwiGLU of groups and its gradient, weighted, cast as they are computed: what casts after kernels apart give."""
+    sizes, turn = [7, 0, 300, 128, 1, 44], 0
+    T, layout = sum(sizes), Groups(sizes, len(sizes), sum(sizes), torch.device("cuda")).layout(128)
+    for dtype, name, F in itertools.product(
+        (torch.bfloat16, torch.float16), ("fp8_block_e4m3", "fp8_block_e5m2", "fp8_rowwise_e4m3"), (128, 136, 256)
+    ):
+        turn += 1
+        both = GroupCast(parse_format(name), parse_format(name))
+        x, dy = (torch.randn(T, n, device="cuda").to(dtype) for n in (2 * F, F))
+        weights, places = torch.rand(2 * T, device="cuda").to(dtype), torch.arange(T, dtype=torch.int32, device="cuda")
+        places[3::5] = -1
+        given = torch.where(places < 0, 0, weights[:T]).contiguous()
+        gate, up = x.chunk(2, dim=1)
+        cases = [(up, dict(gate=gate), swiglu.weighted_product(x, given))]
+        dots = torch.empty(T, F // 128, device="cuda")
+        if F % 128 == 0:
+            cases.append((x, dict(grad=dy), swiglu.weighted_gradient(dy, x, given)[0]))
+        for of, computed, expected in cases:
+            found = both(of, layout, weights=kernels.weights_of(weights, places, dots), **computed)
+            assert all(torch.equal(a.qdata, b.qdata) for a, b in zip(found, both(expected, layout), strict=True))
+    return 2 * turn
+
+
 def products() -> int:
     """Grouped FP8 GEMMs over ragged groups and sizes, every kind of scales."""
     sizes, turn = torch.tensor([5, 0, 300, 128, 1], dtype=torch.int32, device="cuda"), 0
@@ -123,7 +148,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--products", action="store_true", help="grouped FP8 GEMMs too (memcheck; needs Hopper)")
     args = parser.parse_args()
-    calls = pairs() + single_directions() + derived_columns() + sums_and_gates() + groups()
+    calls = pairs() + single_directions() + derived_columns() + sums_and_gates() + groups() + groups_of_swiglu()
     multiplied = f", {products()} products" if args.products else ""
     torch.cuda.synchronize()
     print(f"{calls} casts, bytes as on the CPU{multiplied}")

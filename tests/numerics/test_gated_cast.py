@@ -39,6 +39,24 @@ def test_the_cpu_kernels_compute_nothing_and_take_no_sums():
     assert kernels.sum_parts(x) is None and torch.equal(kernels.column_sums(x), x.sum(dim=0))
 
 
+def computed(x, **inputs):
+    """What casts compute from one row x (1, N), before they round it to a format: sums over that row alone."""
+    parts = kernels.sum_parts(x)
+    kernels.cast_directions(x, None, None, sums=parts, **inputs)
+    return parts
+
+
+def gates_in_fp32():
+    """Every 16-bit number, and pieces of 2^22 random ones: of any bits, and where sigmoids are neither 0 nor 1."""
+    patterns = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16)
+    yield from (patterns.view(dtype).float() for dtype in (torch.bfloat16, torch.float16))
+    g = torch.Generator("cuda").manual_seed(0)
+    for _ in range(16):
+        bits = torch.randint(-(2**31), 2**31, (2**22,), device="cuda", generator=g)
+        yield bits.to(torch.int32).view(torch.float32)
+        yield torch.rand(2**22, device="cuda", generator=g) * 220 - 110
+
+
 def new_state():
     return DelayedState(torch.full((), 0.7, device="cuda"), torch.full((4,), 0.125, device="cuda"))
 
@@ -64,6 +82,18 @@ class TestOnGpu:
                 for a, b, s, t in zip(got, expected, *states):
                     assert_same(a, b, f"{row} | {col} {(M, F)} {kind} {dtype} {a.direction} {list(computed)}")
                     assert_bitwise_equal(s.history, t.history, "history", any_nan=True)
+
+    def test_sigmoids_are_those_of_triton(self):
+        """Bit for bit in FP32, in SwiGLU and in the gradients of gate and of up, though found by fewer instructions."""
+        from megatron_hybrid.ops_triton.swiglu import gradient, product
+
+        for gates in gates_in_fp32():
+            ones = torch.ones_like(gates).unsqueeze(0)
+            x = torch.cat((gates.unsqueeze(0), ones), dim=1)
+            gate, up = x.chunk(2, dim=1)
+            for found, expected in ((computed(up, gate=gate), product(x)), (computed(x, grad=ones), gradient(ones, x))):
+                off = (found != expected) & ~(found.isnan() & expected.isnan())
+                assert not off.any(), (off.nonzero()[:4], found[off][:4], expected[off][:4])
 
     @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_block", "fp8_delayed", "fp8_current", "bf16"])
     @pytest.mark.parametrize("main_grad", [False, True])
