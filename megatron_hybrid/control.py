@@ -29,7 +29,7 @@ from .recipe_callable import as_recipe
 from .roles import ModuleRole
 from .runtime import LinearRuntime
 from .scaling import update_states
-from .weight_cache import WeightCache
+from .weight_cache import Later, WeightCache
 
 
 class Controller:
@@ -58,7 +58,7 @@ class Controller:
         self.recorder = None  # of statistics
         self.profile = None  # `observe.profile.StepProfile`
         self.on_new_weights = []  # called by `invalidate`, once the step's plans are there
-        self._later: dict[torch.device, torch.Tensor] = {}  # device -> whether a step's first microbatch is over; see `stand`
+        self._later: Later | None = None  # see `stand`
         self.say = lambda line: None
         if recipe is not None:
             self.switch(recipe)
@@ -93,12 +93,11 @@ class Controller:
         """For layers that are captured in CUDA graphs: what their casts read besides tensors stays where it is, and each step
         and microbatch is written there. Who replays a layer calls `LinearRuntime.refresh` before. Plans cannot change once a
         step has begun."""
-        devices = dict.fromkeys(runtime.device for runtime in self.runtimes)
-        self._later = {device: torch.zeros((), dtype=torch.int32, device=device) for device in devices}
+        self._later = Later()
         for keys in self._all_keys():
             keys.stand()
         for runtime in self.runtimes:
-            runtime.weight_cache.stand(self._later[runtime.device])
+            runtime.weight_cache.stand(self._later)
 
     def begin_step(self, step: int, num_microbatches: int | None = None) -> None:
         """Start of step `step` (Megatron's 1-based iteration): step rules take effect, a cache window opens."""
@@ -123,8 +122,8 @@ class Controller:
     def _set_keys(self, *where) -> None:
         for keys in self._all_keys():
             keys.set(*where)
-        for later in self._later.values():
-            later.fill_(self.keys.microbatch > 0)
+        if self._later is not None:
+            self._later.set(self.keys.microbatch > 0)
 
     def _all_keys(self):
         return dict.fromkeys((self.keys, self._expert_keys))
@@ -185,7 +184,7 @@ class Controller:
         its backward, but cannot be recomputed any more: switch between steps.
         """
         recipe = as_recipe(recipe)
-        if self._later and self.keys.step:
+        if self._later is not None and self.keys.step:
             raise PlanError(
                 f"recipe {recipe.name} from step {self.keys.step} on: layers that are captured in CUDA graphs go on with the "
                 "formats of their capture; switch before the first step, or train without graphs"

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
+
+
+class Later:
+    """Whether a step's first microbatch is over, for kernels: an int32 scalar, zero until then, on every device that asks."""
+
+    def __init__(self):
+        self._value, self._flags = 0, {}
+
+    def set(self, later: bool) -> None:
+        self._value = int(later)
+        for flag in self._flags.values():
+            flag.fill_(self._value)
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The scalar there, whose memory stays. Made at its first use, before any capture."""
+        if device not in self._flags:
+            self._flags[device] = torch.full((), self._value, dtype=torch.int32, device=device)
+        return self._flags[device]
 
 
 class WeightCache:
@@ -37,8 +57,8 @@ class WeightCache:
     def stands(self) -> bool:
         return self._later is not None
 
-    def stand(self, later: torch.Tensor) -> None:
-        """From now on payloads stay where they are. later: int32 device scalar, not zero after a step's first microbatch."""
+    def stand(self, later: Later) -> None:
+        """From now on payloads stay where they are."""
         self._later = later
 
     def invalidate(self) -> None:
@@ -80,7 +100,7 @@ class WeightCache:
             self._recorded = [record if m else r for m, r in zip(missing, self._recorded)]
         found = tuple(h if w else None for h, w in zip(self._held, wanted))
         if training and self.stands and update is not None:
-            self._capture(found, update, first)
+            self._capture(found, functools.partial(update, noop=self._later.on(weight.device)), first)
         return found
 
     def _capture(self, found, update, first: bool) -> None:
@@ -89,7 +109,7 @@ class WeightCache:
         if capturing:
             self._captured, self._again = True, None
         if capturing or first:
-            update(*(s if s is not None and s.format.is_quantized else None for s in found), self._later)
+            update(*(s if s is not None and s.format.is_quantized else None for s in found))
 
 
 def _instead_of(held, new):

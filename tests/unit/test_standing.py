@@ -47,6 +47,28 @@ def test_training_is_the_same(name, capturing):
     assert all(torch.equal(ends[0][1][key], ends[1][1][key]) for key in ends[0][1])
 
 
+def test_a_model_made_elsewhere_stands_where_it_has_moved(capturing):
+    """What kernels read is where the weights are, not where the model was made."""
+    found = []
+    for stands in (False, True):
+        layer = mh.HybridLinear(64, 32, recipe=recipe(BLOCKS), name="fc", dtype=torch.bfloat16, device="meta").to_empty(device="cpu")
+        torch.nn.init.ones_(layer.weight)
+        torch.nn.init.zeros_(layer.bias)
+        ctl = mh.prepare(layer, seed=7, num_microbatches=2)
+        if stands:
+            ctl.stand()
+        ctl.begin_step(1)
+        for microbatch in range(2):
+            ctl.microbatch(microbatch)
+            capturing(microbatch == 1)
+            y = layer(torch.linspace(-1, 1, 32 * 64, dtype=torch.bfloat16).view(32, 64))
+            y.sum().backward()
+            found.append(y)
+            layer.weight.data.mul_(2)  # seen by no cache; a cast of a later microbatch must not happen
+        capturing(False)
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+
+
 def draws(keys: RandomKeys, operand: str, index_map) -> list[list[int]]:
     rng = keys.rng(ROLE, operand, torch.device("cpu"), index_map)
     parts = [rng] if rng.parts is None else rng.parts[1]
