@@ -5,19 +5,26 @@ What they are held to is Megatron's own dispatcher, which sorts rows by expert a
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 import torch.distributed as dist
-from mcore_model_common import F, H, losses, parallel, rank
-from mcore_model_experts import ROWSCALED, SR_INPUT, dispatched, moe, moe_layers, route_to
+from mcore_model_common import F, H, bf16, losses, parallel, rank
+from mcore_model_experts import (
+    ROWSCALED,
+    SR_INPUT,
+    all_dispatchers_megatron_s,
+    dispatched,
+    moe,
+    moe_layers,
+    route_to,
+)
 from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hybrid import Recipe, patches
 from megatron_hybrid.mcore import dispatch, driver
 from megatron_hybrid.mcore.expert_parallel import AcrossRanks
-from megatron_hybrid.mcore.moe_layer import HybridMoELayer
 
 PERMUTED = dict(num_layers=1, moe_permute_fusion=True)
 RECOMPUTED = dict(recompute_granularity="selective")
@@ -28,17 +35,6 @@ def quantized(name: str) -> Recipe:
     changed = Recipe.load(name).to_dict()
     changed["defaults"]["columnwise_source"] = {"input": "rowwise_dequantized"}
     return Recipe.from_dict(changed | {"dispatch": "quantized"})
-
-
-@contextmanager
-def all_dispatchers_megatron_s():
-    """Layers that are built inside keep them."""
-    ours = HybridMoELayer._across_ranks
-    HybridMoELayer._across_ranks = lambda self, dispatcher: type(dispatcher)
-    try:
-        yield
-    finally:
-        HybridMoELayer._across_ranks = ours
 
 
 def stepped(recipe, routing: list[int] | None = None, *, ours=True, **changes):
@@ -180,8 +176,9 @@ def check_rows_as_they_come_take_fewer_operations():
 
 
 def check_megatron_s_dispatcher_stays_where_rows_must_be_sorted():
+    unfused = [] if bf16(1).is_cuda else [dict(moe_permute_fusion=False)]  # our kernels turn it on
     for changes in (
-        dict(moe_permute_fusion=False),
+        *unfused,
         dict(moe_expert_capacity_factor=1.0),
         dict(add_bias_linear=True),
         dict(moe_shared_expert_intermediate_size=F, moe_shared_expert_overlap=True),
@@ -198,10 +195,10 @@ def check_random_bits_of_tokens_taken_in_place_follow_their_source():
     """A row draws for its token and which of its experts it goes to, as with Megatron's dispatcher in between."""
     patches.apply_all(["moe_permutation"])
     found = []
-    for fused in (True, False):
-        model, _, sent, loss = dispatched(SR_INPUT, ep=2, backward=True, changes=dict(moe_permute_fusion=fused))
-        ours = isinstance(moe_layers(model)[0].token_dispatcher, dispatch.QuantizedAcrossRanks)
-        assert ours == fused
+    for ours in (True, False):
+        with nullcontext() if ours else all_dispatchers_megatron_s():
+            model, _, sent, loss = dispatched(SR_INPUT, ep=2, backward=True, changes=dict(moe_permute_fusion=True))
+        assert isinstance(moe_layers(model)[0].token_dispatcher, dispatch.QuantizedAcrossRanks) == ours
         found.append((sent, [loss.detach(), *(p.grad for p in model.parameters())]))
     (ours, results), (theirs, expected) = found
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[source], theirs[source]) for source in ours)

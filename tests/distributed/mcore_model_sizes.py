@@ -65,7 +65,7 @@ def check_other_dispatchers_are_megatron_s():
     """Where rows travel by sizes, or are dropped, or experts run one by one, the host must know the sizes."""
     capacity = dict(moe_expert_capacity_factor=1.0)
     for layout, changes in (
-        (dict(ep=2), {}), (dict(), capacity), (dict(), {"grouped": False}),
+        (dict(ep=2), dict(add_bias_linear=True)), (dict(), capacity), (dict(), {"grouped": False}),
         (dict(tp=2), dict(sequence_parallel=True, expert_tensor_parallel_size=2)),
     ):  # fmt: skip
         parallel(**layout)
