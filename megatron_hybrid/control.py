@@ -171,8 +171,10 @@ class Controller:
 
     def rescale_from(self, recipe, step: int | None = None) -> None:
         """After loading delayed scales of a run with another recipe: make them anew, from the histories, where its
-        formats map an amax to another number. recipe: that run's, as for `switch`; step: its last one, for step rules."""
-        recipe = as_recipe(recipe)
+        formats map an amax to another number. recipe: that run's, as for `switch`, None where nobody knows it: then
+        all are made anew; step: its last one, for step rules. Load the optimizer before: weights that live quantized
+        are cast anew from its masters."""
+        recipe = None if recipe is None else as_recipe(recipe)
         for runtime in self.runtimes:
             runtime.rescale_from(recipe, step)
         self.invalidate()

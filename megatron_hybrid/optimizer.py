@@ -28,6 +28,8 @@ class FusedAdam(torch.optim.Optimizer):
     ``capturable`` keeps ``step`` as a tensor on the device, for CUDA graphs; ``lr`` may then be a tensor too.
     """
 
+    _options = ("adam_w_mode", "capturable", "set_grad_none")  # that are no group's
+
     def __init__(
         self,
         params,
@@ -65,6 +67,16 @@ class FusedAdam(torch.optim.Optimizer):
                 weight_decay=weight_decay,
             ),
         )
+
+    def __getstate__(self):
+        """What copies and pickles are made of: the base class leaves out what it does not know."""
+        return super().__getstate__() | {name: getattr(self, name) for name in self._options}
+
+    def __setstate__(self, state) -> None:
+        super().__setstate__(state)
+        for param, tensors in self.state.items():
+            if isinstance(param, Owned) and MASTER in tensors:
+                param.set_master(tensors[MASTER])
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
@@ -236,6 +248,8 @@ class OffloadedAdam(FusedAdam):
     ``ValueError``.
     A load fills them on the device before they move.
     """
+
+    _options = (*FusedAdam._options, "chunk_bytes")
 
     def __init__(self, *args, chunk_bytes: int = 1 << 28, **kwargs):
         super().__init__(*args, **kwargs)

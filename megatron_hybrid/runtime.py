@@ -49,6 +49,7 @@ class LinearRuntime(torch.nn.Module):
         self.step: int | None = None
         self.changes = Changes()  # of the plan
         self._scaled_for = {}  # buffer prefix -> the format that its scale was made for
+        self._was_loaded = False  # scales, since the last step: they are of the step before the next one
         self.keys: RandomKeys | None = None
         self.weight_cache: WeightCache | None = None
         self.weight_owner = None  # `weights.WeightOwner` of a weight that lives quantized
@@ -150,12 +151,38 @@ class LinearRuntime(torch.nn.Module):
             if name.endswith(HISTORY) and loaded is not None and loaded.dim() == 1:
                 self.take_length(name, len(loaded))
 
-    def rescale_from(self, recipe: Recipe, step: int | None) -> None:
-        """Take the scales, which were loaded, for those that `recipe` left at `step`; make them what the plan needs."""
+    def rescale_from(self, recipe: Recipe | None, step: int | None) -> None:
+        """Take the scales, which were loaded, for those that `recipe` left at `step`; make them what the plan needs.
+        None: nobody knows what they were made for, all are made anew."""
+        if recipe is None:
+            self._was_loaded = False
+            for plan in self._plans.values():
+                for prefix, fmt in _stateful(plan):
+                    rescale(fmt, self._state(prefix))
+            if self.weight_owner is not None:
+                self.weight_owner.recast()
+            return
+        if self.weight_owner is not None and recipe.weights != QUANTIZED:
+            self.weight_owner.forget_running_amax()  # recorded by the load; a weight in high precision has none yet
+        self._scales_are_of(recipe, step)
+        if step is not None:
+            self.set_step(step + 1)  # at once: the plan of no step may have formats of its own
+        self._follow_loaded(recipe, step)
+
+    def _scales_are_of(self, recipe: Recipe, step: int | None) -> None:
+        """Those that were loaded were made for what `recipe` has at `step`."""
+        self._was_loaded = False
+        for device in self._plans:
+            left = _stateful(self.build(recipe, device, step))
+            self._scaled_for.update({prefix: fmt for prefix, fmt in left if prefix in self._scaled_for})
+
+    def _follow_loaded(self, recipe: Recipe, step: int | None) -> None:
+        """Scales, and the weights that a load cast with them, become those of the plan's formats."""
         for device, plan in self._plans.items():
-            left = {p: f for p, f in _stateful(self.build(recipe, device, step)) if p in self._scaled_for}
-            self._scaled_for.update(left)
             self._follow_formats(plan)
+            before = self.build(recipe, device, step).quantizers[WEIGHT]
+            if self.weight_owner is not None and before != plan.quantizers[WEIGHT]:
+                self.weight_owner.recast()
 
     def _apply(self, fn, recurse=True):
         """Moves to another device; stays FP32 where the model changes its dtype."""
@@ -164,6 +191,7 @@ class LinearRuntime(torch.nn.Module):
         for name, buffer in self._buffers.items():
             if buffer.dtype != torch.float32:
                 self._buffers[name] = kept[name].to(buffer.device)
+        self.invalidate()  # a weight that went to another dtype and back may be where it was, rounded
         return self
 
     def states(self, *, moving: bool = False):
@@ -185,13 +213,14 @@ class LinearRuntime(torch.nn.Module):
         for name, buffer in self._buffers.items():
             buffer.fill_(1.0 if name.endswith("_scale") else 0.0)
 
-    def load_states_first(self, state_dict: dict, prefix: str, *, weight: bool = False) -> None:
+    def load_states_first(self, state_dict: dict, prefix: str, *, weight: bool = False, assign: bool = False) -> None:
         """Take over scales and histories of a state dict before the weight is loaded, whose cast reads them.
 
         That cast records the amax of what it reads, which a checkpoint's decode may have larger than the run had: the
         state dict, which may hold these very buffers, keeps the values that are loaded over it afterwards.
 
         weight: the state dict has it. The running amax of a history that it lacks is then of the value before, and dropped.
+        assign: the load is by assignment, which replaces buffers on the meta device.
         """
         self._take_lengths(state_dict, prefix)
         drops = weight and self.weight_owner is not None
@@ -200,9 +229,17 @@ class LinearRuntime(torch.nn.Module):
             lacks = loaded is None or name in self.missing_state
             if drops and lacks and name.startswith(WEIGHT) and name.endswith(HISTORY):
                 buffer[0] = 0
-            if loaded is not None and loaded.shape == buffer.shape and not buffer.is_meta:
+            if loaded is not None and loaded.shape == buffer.shape and (assign or not buffer.is_meta):
+                if buffer.is_meta:
+                    self._buffers[name] = buffer = torch.empty_like(loaded)
                 buffer.copy_(loaded)
                 state_dict[prefix + name] = loaded.clone()
+
+    def leave_meta(self, device: torch.device) -> None:
+        """New scales and histories on a device, where they have no memory and the weight does."""
+        for name, buffer in self._buffers.items():
+            if buffer.is_meta and device.type != "meta":
+                self._buffers[name] = torch.full_like(buffer, 1.0 if name.endswith("_scale") else 0.0, device=device)
 
     def quantizes_weight(self) -> bool:
         """Whether the plan quantizes the weight in any direction."""
@@ -218,8 +255,13 @@ class LinearRuntime(torch.nn.Module):
 
     def set_step(self, step: int | None) -> bool:
         """Follow the recipe's step rules: re-plan when this step resolves differently. Returns whether it did."""
+        was_loaded, self._was_loaded = self._was_loaded and step is not None and self.recipe.has_step_rules, False
+        if was_loaded:
+            self._scales_are_of(self.recipe, step - 1 or None)
         old, self.step = self.step, step
         changed = self._follow_step(old, step)
+        if was_loaded and not changed:
+            self._follow_loaded(self.recipe, step - 1 or None)
         if self._has_other_lengths:
             self._make_states()
         return changed
@@ -304,6 +346,7 @@ class LinearRuntime(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         self._take_lengths(state_dict, prefix)
+        self._was_loaded = self._was_loaded or any(prefix + name in state_dict for name in self._buffers)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
         self.invalidate()
 

@@ -146,6 +146,25 @@ class WeightOwner:
             raise PlanError(f"{plan.label}: stochastic rounding of a quantized gated weight is not supported under "
                             "tensor parallelism")  # fmt: skip
 
+    def forget_running_amax(self) -> None:
+        """That of a value that no forward read with this format; the cast that follows records anew."""
+        for state in self._runtime().weight_states() or ():
+            if state is not None:
+                state.history[0] = 0
+
+    def recast(self) -> None:
+        """Cast anew, in the formats there are, what was cast with scales of other ones: from the master or the
+        preserved value, where there is one. A gather casts from split masters when it next follows formats."""
+        t = self.weight
+        if t is None:
+            return
+        if self.gather is not None:
+            self.forget_running_amax()
+            self.gather.outdated = True
+        elif t.is_kept():
+            self.forget_running_amax()
+            t.detach().write(t.best_value(), master=True)
+
     def requantize(self) -> None:
         """Follow a changed plan: cast anew from the master, the preserved value, else the decode, in that order. Where a
         gather casts split masters, its next one does that: what is cast here is the decode, whose amax does not count.
@@ -154,9 +173,7 @@ class WeightOwner:
         if t is None or t.quantizer == runtime.plan_for(t.device).quantizers[WEIGHT]:
             return
         marks = t._stale
-        for state in runtime.weight_states() or ():
-            if state is not None:
-                state.history[0] = 0  # the amax of a value that no forward read with this format; the cast records anew
+        self.forget_running_amax()
         with torch.no_grad():
             trained = t.requires_grad or t.columnwise is not None
             if self.gather is not None and self.gather.brings_bytes:
@@ -300,12 +317,27 @@ class HoldsWeight:
         self.leave_payloads()
         return self
 
-    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
+        held = [name for name, _ in self.held_weights()]
         written = [hq for name, hq in self.held_weights() if f"{prefix}{name}" in state_dict]
+        assign = local_metadata.get("assign_to_params_buffers", False)
         for path, module in self.named_modules():
             if hasattr(module, "load_states_first"):  # the weight is cast with these
-                module.load_states_first(state_dict, f"{prefix}{path}.", weight=module in written)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+                module.load_states_first(state_dict, f"{prefix}{path}.", weight=module in written, assign=assign)
+        before = [self._parameters.get(name) for name in held]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        if any(self._parameters.get(name) is not weight for name, weight in zip(held, before)):
+            self._take_assigned()
+
+    def _take_assigned(self) -> None:
+        """Parameters that took the place of the module's own live as its recipe says, in its formats."""
+        for name, hq in self.held_weights():
+            hq.leave_meta(self._parameters[name].device)
+        self.hold_weight()
+        for _, hq in self.held_weights():
+            if hq.weight_owner is not None:
+                hq.weight_owner.requantize()
+        self.leave_payloads()
 
 
 def lives_quantized(runtime) -> bool:

@@ -221,7 +221,9 @@ class ShardedWeights:
     def _cast_payload(self, i, s, masters, amaxes, keys, part) -> None:
         slots = [slot for slot in self.slots if slot.payload is s]
         outer = next((amaxes[x.start : x.stop].view(x.shape) for x in slots if x.row is None), None)
-        state = None if keys["state"] is None else keys["state"][DIRECTIONS.index(s.direction)]
+        # buffers may be there for the formats of other steps
+        has_state = s.format.is_stateful and keys["state"] is not None
+        state = keys["state"][DIRECTIONS.index(s.direction)] if has_state else None
         if state is not None:
             states = keys["state"] if copies_row(self.params[i]) else [state]
             for recording in states:

@@ -12,6 +12,7 @@ import io
 import json
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint_file import RECORD
@@ -91,12 +92,23 @@ def nothing_to_load(args) -> list[str]:
     return [f"note: no checkpoint in {path}{why}: the run begins anew (--exit-on-missing-checkpoint: it ends instead)"]
 
 
-def loaded_recipe(args) -> Recipe | None:
-    """The recipe of the checkpoint that was loaded, where it is another one; None too for a Python function's."""
-    found = _record_of(_saved_args(args)) if args.load else None
-    if found is None or found["recipe"].get("callable"):
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """The recipe of the checkpoint that was loaded. recipe: None where it was a Python function; step: its last one."""
+
+    fingerprint: str
+    recipe: Recipe | None
+    step: int
+
+
+def loaded_recipe(args) -> LoadedRecipe | None:
+    """The recipe of the checkpoint that was loaded; None where it records none."""
+    iteration, saved = _saved(args) if args.load else (0, None)
+    found = _record_of(saved)
+    if found is None:
         return None
-    return Recipe.from_dict(found["recipe"])
+    recipe = None if found["recipe"].get("callable") else Recipe.from_dict(found["recipe"])
+    return LoadedRecipe(found["fingerprint"], recipe, max(1, iteration))
 
 
 def check_sizes(args, saved) -> None:
@@ -166,13 +178,19 @@ def _record_of(saved) -> dict | None:
 
 def _saved_args(args):
     """Megatron's arguments in the checkpoint that ``--load`` and ``--ckpt-step`` name, or None."""
+    return _saved(args)[1]
+
+
+def _saved(args) -> tuple:
+    """The iteration of the checkpoint that ``--load`` and ``--ckpt-step`` name, also where ``--finetune`` starts
+    anew, and Megatron's arguments in it; 0 and None where there are none."""
     from megatron.training.checkpointing import load_args_from_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         # it lists every argument that it takes over, and torch says that it reads alone
         warnings.simplefilter("ignore", UserWarning)
         loaded = load_args_from_checkpoint(copy.deepcopy(args))
-    return loaded[1] if isinstance(loaded, tuple) else None
+    return (loaded[0].iteration or 0, loaded[1]) if isinstance(loaded, tuple) else (0, None)
 
 
 def _describe(name: str, fingerprint: str) -> str:

@@ -109,6 +109,7 @@ class GroupGather:
         self.rank, self.world = weights.dp_rank, weights.dp_world_size
         self.ranges = _ranges(self._masters, self.world)
         self.stepped = False  # masters have moved since the last cast
+        self.outdated = False  # the last cast read scales of other formats
         for param in self.params:
             param._stale.owner.check_split()
         self.plan()
@@ -165,7 +166,8 @@ class GroupGather:
 
     def follow_formats(self) -> None:
         """Cast anew, from the masters, what a step rule or a switch of recipes changed. A collective."""
-        if not self.is_current():
+        if self.outdated or not self.is_current():
+            self.outdated = False
             self.params[0]._megatron_fsdp_model.all_gather_pipeline.reset()  # what was gathered is of the old formats
             self.sync()
 

@@ -43,6 +43,7 @@ class BucketGather:
                 for rank, ranges in enumerate(self.ranges):
                     ranges.append(overlap(start, stop, rank * shard, (rank + 1) * shard))
         self.stepped = False  # masters have moved since the last cast
+        self.outdated = False  # the last cast read scales of other formats
         self._pending = None  # (weights, gathered bytes, `step` and `record` of their cast, what to wait for)
         for param in self.params:
             param._stale.owner.check_split()
@@ -103,7 +104,8 @@ class BucketGather:
 
     def follow_formats(self) -> None:
         """Cast anew, from the masters, what a step rule or a switch of recipes changed. A collective."""
-        if self.quantizers != [p.quantizer for p in self.params]:
+        if self.outdated or self.quantizers != [p.quantizer for p in self.params]:
+            self.outdated = False
             self._drop()
             self._plan()
             self.sync()

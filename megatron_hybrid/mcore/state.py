@@ -6,6 +6,7 @@ may have histories, and their lengths may differ, so these get a key a layer.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from ..checkpoint_file import RECORD
 from . import checkpoint
 
 PREFIX = "hq."
@@ -59,9 +61,9 @@ def follow_recipe(args, controller) -> None:
     from megatron.training.checkpointing import checkpoint_exists
 
     if checkpoint_exists(args.load) and any(runtime._buffers for runtime in controller.runtimes):
-        recipe = checkpoint.loaded_recipe(args)
-        if recipe is not None:
-            controller.rescale_from(recipe, max(1, args.iteration))
+        loaded = checkpoint.loaded_recipe(args)
+        if loaded is not None and loaded.fingerprint != json.loads(getattr(args, RECORD))["fingerprint"]:
+            controller.rescale_from(loaded.recipe, loaded.step)
 
 
 def possible_keys(role, name: str, *, fsdp: bool = False) -> tuple[str, ...]:

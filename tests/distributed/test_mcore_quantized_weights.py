@@ -11,13 +11,20 @@ import sys
 
 import pytest
 import torch
-from mcore_cases import ITERATIONS, MOCK, MODEL, SCRIPT, TP2, Case, assert_ended, metrics, run_cases
+from function_recipe import WIDE
+from mcore_cases import ITERATIONS, LAUNCHER, MOCK, MODEL, SCRIPT, STOCK, TP2, Case, assert_ended, metrics, run_cases
 
 import megatron_hybrid as mh
 
 pytestmark = pytest.mark.dist
 
 MIDDLE = ITERATIONS // 2
+NARROW = "fp8_delayed_e4m3:history=2"
+# formats before and after a step: what a checkpoint before it goes on as, and a rule switches to, is the same
+CHANGES = {"delayed": "fp8_delayed", "mixed": "mxfp8_fprop_nvfp4_bwd", "wide": WIDE, "narrow": NARROW}
+PAIRS = [(a, b) for a in CHANGES for b in CHANGES if a != b]
+# a history that made a scale has dropped out, or the scale is of other formats than before and after
+STEPS = {"on": "2:", "between": "2:3", "after": "3:"}
 LIVES = {"weights": "quantized", "param_gather": "both"}
 RECIPES = {
     "plain": {},
@@ -25,6 +32,7 @@ RECIPES = {
     "lives32": LIVES,
     "gathers": {"weights": "quantized", "param_gather": "high_precision"},
 }
+BESIDE_RECIPE = [*LAUNCHER, STOCK]  # a script in the folder of function_recipe.py
 OVERLAP = ["--overlap-grad-reduce", "--overlap-param-gather", "--ddp-bucket-size", "20000"]
 FRESH = ["--no-load-optim", "--no-load-rng", "--hq-switch-recipe"]
 WITHOUT = [flag for flag in MODEL if flag != "--use-distributed-optimizer"]
@@ -39,10 +47,10 @@ FP16 += ["--initial-loss-scale", str(2**23), "--loss-scale-window", "100", "--hy
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --expert-model-parallel-size 2".split()
 
 
-def run(name: str, recipe: str, *flags: str, model=MODEL, ranks: int | None = None) -> Case:
+def run(name: str, recipe: str, *flags: str, model=MODEL, ranks: int | None = None, script=(SCRIPT,)) -> Case:
     metrics_file = f"{{folder}}/{name}.metrics"
     chosen = ["--hq-recipe", f"{{folder}}/{recipe}.json", "--hq-metrics-file", metrics_file, "--clip-grad", "0"]
-    return Case(name, [SCRIPT, *model, *MOCK, *chosen, *RESHARDABLE, *flags], ranks)
+    return Case(name, [*script, *model, *MOCK, *chosen, *RESHARDABLE, *flags], ranks)
 
 
 def saved(name: str) -> list[str]:
@@ -93,6 +101,16 @@ CASES = [
     run("tuned_delayed", "delayed_rounded", *loaded("plain"), *FRESH, *LARGER),
     *in_torch_format("delayed_gathers", *TP2),
     run("experts", "lives32", *EXPERTS),
+    *(run(f"change_{name}", f"change_{name}", *saved(f"change_{name}")) for name in CHANGES),
+    *(run(f"change_{a}_{b}", f"change_{a}_{b}") for a, b in PAIRS),
+    *(run(f"changed_{a}_{b}", f"change_{b}", *loaded(f"change_{a}"), "--hq-switch-recipe") for a, b in PAIRS),
+    *(case for name in STEPS for case in (
+        run(f"steps_{name}", f"steps_{name}", *saved(f"steps_{name}")),
+        run(f"steps_{name}_resumed", f"steps_{name}", *loaded(f"steps_{name}")),
+    )),
+    run("function", "bf16", *saved("function"), "--hq-recipe", "function_recipe:wide", script=BESIDE_RECIPE),
+    run("function_narrow", "narrow", *loaded("function"), "--hq-switch-recipe", script=BESIDE_RECIPE),
+    run("wide_narrow", "wide_narrow", script=BESIDE_RECIPE),
     *in_torch_format("experts", *EXPERTS, recipe="lives32"),
 ]
 
@@ -100,6 +118,12 @@ CASES = [
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("quantized")
+
+    def write(name: str, formats, fields=(), rules=()) -> None:
+        entries = [{"match": {"steps": steps}, "use": use} for steps, use in dict(rules).items()]
+        recipe = {"version": 1, "name": name, "defaults": formats, "rules": entries, **dict(fields)}
+        (folder / f"{name}.json").write_text(json.dumps(recipe))
+
     base = mh.Recipe.load("mxfp8_fprop_nvfp4_bwd").to_dict()
     for name, fields in RECIPES.items():
         (folder / f"{name}.json").write_text(json.dumps({**base, **fields}))
@@ -107,6 +131,17 @@ def runs(tmp_path_factory):
         delayed = {**mh.Recipe.load("fp8_delayed").to_dict(), **fields}
         (folder / f"delayed{name}.json").write_text(json.dumps(delayed))
     (folder / "bf16.json").write_text(json.dumps(mh.Recipe.load("bf16").to_dict()))
+    defaults = dict(CHANGES)
+    for name in ("delayed", "mixed"):
+        defaults[name] = mh.Recipe.load(CHANGES[name]).to_dict()["defaults"]
+    for name in CHANGES:
+        write(f"change_{name}", defaults[name], LIVES)
+    for a, b in PAIRS:
+        write(f"change_{a}_{b}", defaults[a], LIVES, {f"{MIDDLE + 1}:": defaults[b]})
+    for name, steps in STEPS.items():
+        write(f"steps_{name}", NARROW, LIVES, {steps: WIDE})
+    write("narrow", NARROW)
+    write("wide_narrow", WIDE, {}, {f"{MIDDLE + 1}:": NARROW})
     for name, first in (("late", MIDDLE + 1), ("block", 1)):
         rule = {"match": {"steps": f"{first}:"}, "use": mh.Recipe.load("fp8_block").to_dict()["defaults"]}
         (folder / f"{name}.json").write_text(json.dumps({**base, **LIVES, "rules": [*base.get("rules", []), rule]}))
@@ -200,6 +235,25 @@ def test_c67_a_switch_of_formats_at_resume_casts_the_masters_anew(runs):
     found, expected = numbers(runs, "block_from_the_load"), numbers(runs, "block_from_the_step")
     assert found == {i: expected[i] for i in range(MIDDLE + 1, ITERATIONS + 1)} != numbers(runs, "resumed")
     assert "it goes on with recipe" in runs[1]["block_from_the_load"].output[0]
+
+
+@pytest.mark.parametrize("a, b", PAIRS)
+def test_c67_weights_and_scales_follow_another_recipe_at_a_resume(runs, a, b):
+    """Bit for bit the run whose rules switched at that step: delayed scales are made anew first."""
+    found, expected = numbers(runs, f"changed_{a}_{b}"), numbers(runs, f"change_{a}_{b}")
+    assert found == {i: expected[i] for i in range(MIDDLE + 1, ITERATIONS + 1)}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_p38_step_rules_over_delayed_scales_resume_bit_for_bit(runs, name):
+    found, expected = numbers(runs, f"steps_{name}_resumed"), numbers(runs, f"steps_{name}")
+    assert found == {i: expected[i] for i in range(MIDDLE + 1, ITERATIONS + 1)}
+
+
+def test_scales_that_a_function_left_are_made_anew(runs):
+    """Nobody knows its formats: E5M2's scales would cut E4M3 at a 32th of its range."""
+    found, expected = numbers(runs, "function_narrow"), numbers(runs, "wide_narrow")
+    assert found == {i: expected[i] for i in range(MIDDLE + 1, ITERATIONS + 1)}
 
 
 @pytest.mark.parametrize("layout", ["", "_tp2"])

@@ -376,3 +376,16 @@ def test_c51_main_grad_beside_fsdp2_is_refused_and_gradients_go_through_its_redu
             mh.prepare(net)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_change_of_dtype_and_back_drops_the_cast_of_the_weight_before():
+    """Memory and version may be those of before, the values are rounded."""
+    net = model(recipe("mxfp8_e4m3"))
+    ctl = mh.prepare(net)
+    ctl.begin_step(1)
+    (x,) = batches(1)
+    before = net(x)
+    net.to(torch.float8_e5m2).to(torch.bfloat16)
+    after = net(x)
+    ctl.invalidate()
+    assert torch.equal(after, net(x)) and not torch.equal(after, before)

@@ -1,6 +1,8 @@
 """FusedAdam over quantized parameters: masters, both directions, delayed scales, resumption, changes of recipe."""
 
+import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -217,3 +219,20 @@ def test_arguments_in_the_order_of_the_interface():
     group = optimizer.param_groups[0]
     assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.5, 0.6), 1e-6, 0.1)
     assert not optimizer.adam_w_mode and optimizer.capturable
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle"])
+def test_a_copy_of_model_and_optimizer_trains_and_switches_as_they_do(how):
+    """The copy has the optimizer's options, and its weights know their masters, which a switch casts."""
+    module = linear(uniform("mxfp8_e4m3"))
+    control, optimizer = mh.prepare(module, seed=1), mh.FusedAdam(module.parameters(), lr=1e-2)
+    step_of(module, optimizer, control, 1)
+    together = copy.deepcopy if how == "deepcopy" else lambda x: pickle.loads(pickle.dumps(x))
+    twin, twin_optimizer = together((module, optimizer))
+    twin_control = mh.prepare(twin, seed=1)
+    for model, ctl, opt in ((module, control, optimizer), (twin, twin_control, twin_optimizer)):
+        ctl.switch(uniform("nvfp4"))
+        step_of(model, opt, ctl, 2)
+    assert_same_parameters(module, twin)
+    moments = pickle.loads(pickle.dumps(mh.optimizer.OffloadedAdam(linear("bf16").parameters(), chunk_bytes=64)))
+    assert moments.chunk_bytes == 64 and not moments.capturable

@@ -427,3 +427,26 @@ def test_p38_histories_survive_a_load_of_the_buffers_themselves():
     before = [buffer.clone() for buffer in module.buffers()]
     module.load_state_dict(state)
     assert_same(list(module.buffers()), before)
+
+
+@pytest.mark.parametrize("fmt", [DELAYED, "mxfp8_e4m3"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("holds", ["payloads", "bf16"])
+def test_a_load_by_assignment_lives_as_the_recipe_says(fmt, device, holds):
+    """Whatever took the parameter's place: payloads that the module then writes with its scales, or a plain tensor."""
+    source = linear(uniform(fmt), seed=3)
+    state = copy.deepcopy(source.state_dict())
+    if holds == "bf16":
+        state["weight"] = source.weight.detach().dequantize(dtype=torch.bfloat16)
+    module = linear(uniform(fmt), device=device)
+    module.load_state_dict(state, assign=True)
+    assert module.weight._stale.owner is module.hq.weight_owner and module.hq.weight_owner.weight is module.weight
+    twins = [(m, mh.FusedAdam(m.parameters(), lr=1e-2), mh.prepare(m, seed=2)) for m in (source, module)]
+    assert torch.equal(step_of(*twins[0], 1), step_of(*twins[1], 1)) or holds == "bf16"
+    assert step_of(*twins[1], 2).isfinite().all() and isinstance(module.weight, mh.HybridTensor)
+
+
+def test_a_load_by_assignment_of_other_formats_follows_the_recipe():
+    module = linear(uniform("mxfp8_e4m3"))
+    module.load_state_dict(copy.deepcopy(linear(uniform("nvfp4"), seed=3).state_dict()), assign=True)
+    assert str(module.weight.rowwise.format) == "mxfp8_e4m3" and module(randn(M, K)).isfinite().all()

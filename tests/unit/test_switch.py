@@ -195,3 +195,68 @@ def test_c67_a_history_of_another_length_keeps_the_newest_amaxes(before, after, 
     first = 6 if how == "resume" else 4
     assert run(m, ctl, first, 9) == expected[first - 1 :]
     assert all(torch.equal(a, b) for a, b in zip(m.hq.buffers(), twin[0].hq.buffers(), strict=True))
+
+
+MX = "mxfp8_e4m3"
+SHORT, RANGE = "fp8_delayed_e4m3:history=2", "fp8_delayed_e5m2:history=2,margin=1"
+PLAIN, LIVES = {}, {"weights": "quantized"}
+
+
+def _whole(formats: str, weights: dict, rules=()):
+    return mh.Recipe.from_dict({"version": 1, "name": "whole", "defaults": formats, "rules": list(rules), **weights})
+
+
+def _decoded(state_dict: dict) -> dict:
+    return {k: v.dequantize(dtype=v.dtype) if isinstance(v, mh.HybridTensor) else v for k, v in state_dict.items()}
+
+
+@pytest.mark.parametrize("weights", [PLAIN, LIVES], ids=["plain", "lives"])
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("steps, use", [*((s, RANGE) for s in ("2:", "4:", "2:3", "2:5")), ("2:", MX), ("3:", MX)])
+def test_p38_a_resume_takes_loaded_scales_for_those_of_the_step_before(steps, use, at, weights):
+    """Bit for bit, whatever the rules have at that step, at the next one, and without a step, as modules are built.
+    The largest amax, which made a scale, may have dropped out of the history since."""
+    rec = _whole(SHORT, weights, [{"match": {"steps": steps}, "use": use}])
+    expected = training_losses(*started(rec), 1, 6)
+    net, ctl, optimizer = started(rec)
+    assert training_losses(net, ctl, optimizer, 1, at) == expected[: 2 * at]  # microbatches
+    state = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    resumed, ctl, optimizer = started(rec)
+    with torch.no_grad():
+        for parameter in resumed.parameters():
+            parameter.copy_(torch.ones(parameter.shape))
+    resumed.load_state_dict(_decoded(state[0]))
+    optimizer.load_state_dict(state[1])
+    assert training_losses(resumed, ctl, optimizer, at + 1, 6) == expected[2 * at :]
+
+
+@pytest.mark.parametrize("before, after", [(RANGE, SHORT), (SHORT, RANGE)])
+def test_c67_weights_that_live_quantized_follow_scales_of_another_recipe(before, after):
+    """A load casts them with the scales that it brings; the next forward reads a cast of the master with its own."""
+    old, new = (_whole(formats, LIVES) for formats in (before, after))
+    switched = started(old)
+    training_losses(*switched, 1, 2)
+    state = copy.deepcopy((_decoded(switched[0].state_dict()), switched[2].state_dict()))
+    switched[1].switch(new)
+    net, ctl, optimizer = started(new)
+    net.load_state_dict(state[0])
+    optimizer.load_state_dict(state[1])
+    ctl.rescale_from(old, 2)
+    assert training_losses(net, ctl, optimizer, 3, 5) == training_losses(*switched, 3, 5)
+
+
+@pytest.mark.parametrize("weights", [PLAIN, LIVES], ids=["plain", "lives"])
+def test_scales_of_a_recipe_that_nobody_knows_are_made_anew(weights):
+    """As of a Python function, which no file has: E5M2's scale would cut all of E4M3 that is not tiny."""
+    old, new = (_whole(formats, weights) for formats in (RANGE, SHORT))
+    net, ctl, optimizer = started(old)
+    training_losses(net, ctl, optimizer, 1, 2)
+    state = copy.deepcopy((_decoded(net.state_dict()), optimizer.state_dict()))
+    losses = []
+    for known in (old, None):
+        net, ctl, optimizer = started(new)
+        net.load_state_dict(state[0])
+        optimizer.load_state_dict(state[1])
+        ctl.rescale_from(known, 2)
+        losses.append(training_losses(net, ctl, optimizer, 3, 5))
+    assert losses[0] == losses[1]
