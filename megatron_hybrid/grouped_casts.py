@@ -65,10 +65,14 @@ class GroupedCasts:
     def both(
         self, x: torch.Tensor, layout: Layout, copies: RowMap | None = None
     ) -> tuple[QuantizedStorage, QuantizedStorage] | None:
-        """The rowwise and the columnwise payload from one read of x; None: this is not the way to make them."""
+        """The rowwise and the columnwise payload from one read of x; None: this is not the way to make them.
+
+        A token of several experts is rather cast by rows once and its codes are copied, unless its amax is found on the way.
+        """
         if self._both is None or x.dtype != self._dtype or kernels.traced(x):
             return None
-        return self._both(x, layout, copies)
+        copied = copies is not None and copies.choice.shape[0] > x.shape[0]
+        return None if copied and not self._row.measures else self._both(x, layout, copies)
 
     def computed(self, x: torch.Tensor, layout: Layout, **computed) -> tuple[QuantizedStorage, QuantizedStorage]:
         """The same of what `kernels.cast_groups` computes from x, where `takes_computed`."""
