@@ -151,6 +151,10 @@ class LinearRuntime(torch.nn.Module):
             if name.endswith(HISTORY) and loaded is not None and loaded.dim() == 1:
                 self.take_length(name, len(loaded))
 
+    def expect_scales(self) -> None:
+        """Scales will be loaded in place, where no `load_state_dict` says so."""
+        self._was_loaded = True
+
     def rescale_from(self, recipe: Recipe | None, step: int | None) -> None:
         """Take the scales, which were loaded, for those that `recipe` left at `step`; make them what the plan needs.
         None: nobody knows what they were made for, all are made anew."""

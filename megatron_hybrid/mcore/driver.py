@@ -194,7 +194,7 @@ def attach_in_run(chunks: list) -> list:
                 driver.after_first.append(functools.partial(graphs.say_captured, chunks, _say_on_rank_0))
             _record_statistics(driver.controller, args)
             _profile_step(driver.controller, args)
-            if getattr(args, "hq_switch_recipe", False):
+            if getattr(args, "hq_switch_recipe", False) or args.finetune:
                 driver.before_first.append(functools.partial(state.follow_recipe, args))
             _offload_layers(chunks, args)
             if getattr(args, "hq_backward_in_main_thread", False):

@@ -168,7 +168,8 @@ class GroupGather:
         """Cast anew, from the masters, what a step rule or a switch of recipes changed. A collective."""
         if self.outdated or not self.is_current():
             self.outdated = False
-            self.params[0]._megatron_fsdp_model.all_gather_pipeline.reset()  # what was gathered is of the old formats
+            if (model := getattr(self.params[0], "_megatron_fsdp_model", None)) is not None:  # a forward has been
+                model.all_gather_pipeline.reset()  # what was gathered is of the old formats
             self.sync()
 
     # ---- gathers

@@ -57,12 +57,14 @@ def sharded(module, tensors: dict, prefix: str, offsets, metadata) -> dict:
 
 
 def follow_recipe(args, controller) -> None:
-    """With ``--hq-switch-recipe``: delayed scales that were loaded are made anew where formats differ."""
+    """With ``--hq-switch-recipe`` or ``--finetune``: loaded delayed scales are made anew where formats differ."""
     from megatron.training.checkpointing import checkpoint_exists
 
     if checkpoint_exists(args.load) and any(runtime._buffers for runtime in controller.runtimes):
         loaded = checkpoint.loaded_recipe(args)
-        if loaded is not None and loaded.fingerprint != json.loads(getattr(args, RECORD))["fingerprint"]:
+        is_same = loaded is not None and loaded.fingerprint == json.loads(getattr(args, RECORD))["fingerprint"]
+        from_there = args.finetune and loaded is not None and loaded.recipe is not None  # its last step is not ours
+        if loaded is not None and (from_there or not is_same):
             controller.rescale_from(loaded.recipe, loaded.step)
 
 
@@ -99,6 +101,7 @@ def note_missing(runtimes, args) -> None:
             for name in runtime._buffers
         }
         runtime.missing_state = {name for name, shape in shapes.items() if shape is None}
+        runtime.expect_scales()
         total, missing = total + len(shapes), missing + len(runtime.missing_state)
         for name, shape in shapes.items():
             if shape is not None and shape != tuple(runtime._buffers[name].shape):

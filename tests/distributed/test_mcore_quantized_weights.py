@@ -44,6 +44,9 @@ CLIPPED = ["--clip-grad", "0.3"]  # a quarter of the norm
 # loss scaling whose first steps overflow and are skipped
 FP16 = ["--fp16" if flag == "--bf16" else flag for flag in MODEL]
 FP16 += ["--initial-loss-scale", str(2**23), "--loss-scale-window", "100", "--hysteresis", "1", "--train-iters", "7"]
+FSDP = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
+FSDP2 = ["--use-torch-fsdp2", "--ckpt-format", "torch_dist"]
+SHARDED = {"fsdp": (FSDP, MODEL), "fsdp2": (FSDP2, WITHOUT)}  # a load in place, before any forward
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --expert-model-parallel-size 2".split()
 
 
@@ -108,6 +111,11 @@ CASES = [
         run(f"steps_{name}", f"steps_{name}", *saved(f"steps_{name}")),
         run(f"steps_{name}_resumed", f"steps_{name}", *loaded(f"steps_{name}")),
     )),
+    *(case for name, (flags, model) in SHARDED.items() for case in (
+        run(f"steps_{name}", f"steps_{name}", *flags, *saved(f"steps_{name}"), model=model),
+        run(f"steps_{name}_resumed", f"steps_{name}", *flags, *loaded(f"steps_{name}"), model=model),
+    )),
+    run("changed_fsdp", "change_narrow", *FSDP, *loaded("steps_fsdp"), "--hq-switch-recipe"),
     run("function", "bf16", *saved("function"), "--hq-recipe", "function_recipe:wide", script=BESIDE_RECIPE),
     run("function_narrow", "narrow", *loaded("function"), "--hq-switch-recipe", script=BESIDE_RECIPE),
     run("wide_narrow", "wide_narrow", script=BESIDE_RECIPE),
@@ -140,6 +148,8 @@ def runs(tmp_path_factory):
         write(f"change_{a}_{b}", defaults[a], LIVES, {f"{MIDDLE + 1}:": defaults[b]})
     for name, steps in STEPS.items():
         write(f"steps_{name}", NARROW, LIVES, {steps: WIDE})
+    for name, weights in (("fsdp", LIVES), ("fsdp2", {"param_gather": "both"})):
+        write(f"steps_{name}", NARROW, weights, {STEPS["between"]: WIDE})
     write("narrow", NARROW)
     write("wide_narrow", WIDE, {}, {f"{MIDDLE + 1}:": NARROW})
     for name, first in (("late", MIDDLE + 1), ("block", 1)):
@@ -244,9 +254,15 @@ def test_c67_weights_and_scales_follow_another_recipe_at_a_resume(runs, a, b):
     assert found == {i: expected[i] for i in range(MIDDLE + 1, ITERATIONS + 1)}
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", [*STEPS, *SHARDED])
 def test_p38_step_rules_over_delayed_scales_resume_bit_for_bit(runs, name):
     found, expected = numbers(runs, f"steps_{name}_resumed"), numbers(runs, f"steps_{name}")
+    assert found == {i: expected[i] for i in range(MIDDLE + 1, ITERATIONS + 1)}
+
+
+def test_a_switch_at_a_resume_of_megatron_fsdp(runs):
+    """To the formats that the recipe before has from this step on."""
+    found, expected = numbers(runs, "changed_fsdp"), numbers(runs, "steps_fsdp")
     assert found == {i: expected[i] for i in range(MIDDLE + 1, ITERATIONS + 1)}
 
 
