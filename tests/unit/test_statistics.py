@@ -200,7 +200,7 @@ def test_mistakes_are_said_before_training(every, path, says, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_recording_waits_for_the_device_only_at_the_end_of_a_step(tmp_path):
-    fmt, x = parse_format("mxfp8_e4m3"), torch.randn(256, 256, device="cuda")
+    fmt, x = parse_format("mxfp8_e4m3"), torch.randn(256, 256, generator=torch.Generator().manual_seed(1)).cuda()
     s = cast(x, fmt, "rowwise")
     measure(s, x)  # compiled and cached parts
     torch.cuda.set_sync_debug_mode("error")
@@ -208,5 +208,7 @@ def test_recording_waits_for_the_device_only_at_the_end_of_a_step(tmp_path):
         numbers, _ = measure(s, x)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    cpu = measure(cast(x.cpu(), fmt, "rowwise"), x.cpu())[0]
-    assert torch.allclose(numbers.cpu(), cpu, rtol=1e-6, equal_nan=True)
+    numbers, cpu = numbers.cpu(), measure(cast(x.cpu(), fmt, "rowwise"), x.cpu())[0]
+    sums = slice(-3, None)  # of squares, in FP32, in another order: off by a rounding a term at most
+    assert torch.allclose(numbers[:-3], cpu[:-3], rtol=1e-6, equal_nan=True)
+    assert torch.allclose(numbers[sums], cpu[sums], rtol=x.numel() * 2.0**-24)
