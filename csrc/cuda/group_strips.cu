@@ -1,84 +1,11 @@
 // Columns of all groups, the rows beside them, and amaxes, of 16-bit tensors: by strips (strip.cuh), where the cast of
 // other tensors (cast.cuh) holds the tile in shared memory. Only codes of columns go through that, to leave in whole
 // rows of the stored matrix. A scale is made once, by a lane of its own.
-#include "cast.cuh"
+#include "strip_casts.cuh"
 #include "strip_sources.cuh"
 
 namespace mh::cuda {
 namespace {
-
-// The multipliers of the tile's columns; stores scales of blocks.
-template <class T>
-__device__ __forceinline__ void scale_columns(const Direction& d, const Tile& t, const Strip<T>& v,
-                                              StripShared<T>& sh) {
-  const int c = threadIdx.x;
-  const bool blocks = !d.spec.outer_rows;
-  const int32_t amax = blocks ? column_amax(v, sh) : 0;
-  if (c >= t.cols) return;
-  const OuterScale outer = outer_scale<Kind::fp8>(d, t.lines + t.k0 + c);
-  sh.of_column[c] = line_scale<Kind::fp8>(d, amax, outer, nullptr, scale_index(d, t, 0, c), blocks).mult;
-}
-
-// The same of a warp's rows.
-template <class T>
-__device__ __forceinline__ void scale_rows(const Direction& d, const Tile& t, const Strip<T> (&v)[1],
-                                           StripShared<T>& sh) {
-  const int lane = threadIdx.x % kWarp, i = threadIdx.x / kWarp * kWarpRows + lane;
-  const bool blocks = !d.spec.outer_rows;
-  const int32_t amax = blocks ? row_amax(v) : 0;
-  if (lane < kWarpRows) {
-    const OuterScale outer = outer_scale<Kind::fp8>(d, t.m0 + min(i, t.rows - 1));
-    sh.of_row[i] = line_scale<Kind::fp8>(d, amax, outer, nullptr, scale_index(d, t, i, 0), blocks && i < t.rows).mult;
-  }
-  __syncwarp();
-}
-
-template <class E, class T>
-__device__ __forceinline__ void put_rows(const Direction& d, const Tile& t, const Strip<T>& v, StripShared<T>& sh) {
-  const int i0 = threadIdx.x / kWarp * kWarpRows, j = threadIdx.x % kWarp * kLaneCols;
-  const int64_t pitch = held(d.pitch);
-  uint8_t* to = d.codes + (t.m0 + i0) * pitch + t.k0 + j;
-  const int rows = j < t.cols ? t.rows - i0 : 0;
-  MH_UNROLL
-  for (int r = 0; r < kWarpRows; ++r) {
-    const float mult = sh.of_row[i0 + r];
-    const Pair<T>(&p)[kLaneCols / 2] = v[r].of;
-    const uint32_t codes =
-        encode_pair<E>(p[0].lo() * mult, p[0].hi() * mult) | encode_pair<E>(p[1].lo() * mult, p[1].hi() * mult) << 16;
-    if (r < rows) *reinterpret_cast<uint32_t*>(to) = codes;
-    to += pitch;
-  }
-}
-
-template <class E, class T>
-__device__ __forceinline__ void stage_columns(const Strip<T>& v, StripShared<T>& sh) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const auto* multipliers = reinterpret_cast<const uint4*>(sh.of_column);
-  float mult[kLaneCols];
-  const uint4 some = multipliers[lane];
-  memcpy(mult, &some, sizeof some);
-  MH_UNROLL
-  for (int c = 0; c < kLaneCols; ++c) {
-    float x[kLine];
-    MH_UNROLL
-    for (int r = 0; r < kWarpRows; ++r) x[r] = c % 2 ? v[r].of[c / 2].hi() : v[r].of[c / 2].lo();
-    Codes<Kind::fp8> codes;
-    encode_bytes<E>(x, mult[c], codes);
-    sh.codes[codes_at(lane * kLaneCols + c, warp)] = {codes.w[0], codes.w[1], codes.w[2], codes.w[3]};
-  }
-}
-
-__device__ __forceinline__ void put_columns(const Direction& d, const Tile& t, const uint4* codes) {
-  const int first = threadIdx.x / kLinesAcross, piece = threadIdx.x % kLinesAcross;
-  constexpr int kAtOnce = kThreads / kLinesAcross;
-  uint8_t* to = d.codes + (t.k0 + first) * d.pitch + t.m0 + piece * kVector;
-  MH_UNROLL
-  for (int n = 0; n < kTile / kAtOnce; ++n) {
-    const int column = first + n * kAtOnce;
-    if (column < t.cols) *reinterpret_cast<uint4*>(to) = codes[codes_at(column, piece)];
-    to += kAtOnce * d.pitch;
-  }
-}
 
 // A tile of groups of rows, and where its rows are; false where there is no such block.
 __device__ __forceinline__ bool find_tile(const StripArgs& s, Tile& t, Tile& at_rows) {
@@ -122,14 +49,10 @@ __global__ void __launch_bounds__(kThreads, (kStripBlocks<Source, kRows>))
     scale_columns<T>(a.col, here, v[s], sh);
     if constexpr (kRows) {
       const Tile rows = beside(at_rows, a, s);
-      scale_rows<T>(a.row, rows, reinterpret_cast<const Strip<T>(&)[1]>(v[s]), sh);
-      const bool e5m2 = a.row.spec.element == Element::e5m2;
-      e5m2 ? put_rows<E5M2, T>(a.row, rows, v[s], sh) : put_rows<E4M3, T>(a.row, rows, v[s], sh);
+      cast_strip_rows<T>(a.row, rows, reinterpret_cast<const Strip<T>(&)[1]>(v[s]), sh);
     }
-    __syncthreads();
-    a.col.spec.element == Element::e5m2 ? stage_columns<E5M2, T>(v[s], sh) : stage_columns<E4M3, T>(v[s], sh);
-    __syncthreads();
-    put_columns(a.col, here, sh.codes);
+    cast_strip_columns<T>(a.col, v[s], sh);
+    put_columns(a.col, here, sh.codes, kWarps);  // zeros where the block has no rows
   }
 }
 
@@ -173,17 +96,14 @@ void launch_type(const StripArgs& a, bool rows, const Where& where) {
   launch_source<T, RowsOf<T>>(a, rows, where);
 }
 
-bool fits(const Direction& d) { return d.spec.outer_rows || d.spec.block_m * d.spec.block_k == kTile; }
-
 }  // namespace
 
 bool fits_strips(const StripArgs& s, bool rows) {
   const CastArgs& a = s.cast;
-  if (a.x.dtype == Dtype::f32 || !a.vector || a.x.cols % kLaneCols || (a.grad && a.x.cols / 2 % kTile)) return false;
-  constexpr int64_t kLongest = INT32_MAX / 2;  // bytes of a row and numbers of rows are 32 bits
-  if (a.x.row_stride > kLongest || a.grad_stride > kLongest || a.groups.rows > kLongest) return false;
+  if (!fits_tensor(a) || (a.grad && a.x.cols / 2 % kTile)) return false;
+  if (a.grad_stride > kLongestRow || a.groups.rows > kLongestRow) return false;
   if (s.of_columns) return true;
-  return fits(a.col) && a.col.width == kVector && (!rows || (fits(a.row) && a.row.width >= kLaneCols));
+  return fits_columns(a.col) && (!rows || fits_rows(a.row));
 }
 
 void launch_strips(const StripArgs& a, bool rows, const Where& where) {

@@ -1,9 +1,9 @@
-// Quantize on CUDA: prepares the tile kernel's arguments. One launch casts both directions; amaxes that must be known
-// first take a pass of their own.
+// Quantize on CUDA: prepares the kernels' arguments. One launch casts both directions, by strips where these fit; amaxes
+// that must be known first take a pass of their own.
 #include <algorithm>
 
 #include "amax.h"
-#include "cast.h"
+#include "dense_strips.h"
 
 namespace mh::cuda {
 namespace {
@@ -85,36 +85,42 @@ __global__ void __launch_bounds__(kThreads) clear_panels(Panels panels, int64_t 
   }
 }
 
-// `looks`: the kernel takes the row amaxes itself.
-void launch_pair(const PairArgs& p, bool looks, const Where& where) {
-  const QuantizeArgs& any = p.has_col && !p.has_row ? p.col : p.row;
-  const Matrix x = contiguous_strides(any.x);
-  const bool swapped = sees_swapped(p, x);
+bool any_measured(const PairArgs& p) { return (p.has_row && is_measured(p.row)) || (p.has_col && is_measured(p.col)); }
+
+Matrix matrix_of(const PairArgs& p) { return contiguous_strides(p.has_col && !p.has_row ? p.col.x : p.row.x); }
+
+// What a cast is told, looks for amaxes aside. `swapped`: the kernel sees the transpose of x.
+CastArgs cast_args(const PairArgs& p, const Matrix& x, bool swapped, bool backwards) {
   CastArgs a{};
   a.x = swapped ? transposed(x) : x;
   a.gate = p.gate, a.grad = p.grad, a.grad_stride = p.grad_stride;
   a.vector = loads_vectors(p, a.x);
-  // after an amax pass, backwards: the end of what that pass read is still in the L2
-  const bool after_pass = (p.has_row && is_measured(p.row)) || (p.has_col && is_measured(p.col));
-  a.tiling = make_tiling(a.x.rows, a.x.cols, after_pass && !looks);
+  a.tiling = make_tiling(a.x.rows, a.x.cols, backwards);
   a.tiling.halves = p.grad != nullptr;
   a.items = a.tiling.count;
+  if (p.has_row) (swapped ? a.col : a.row) = make_direction(p.row, swapped);
+  if (p.has_col) (swapped ? a.row : a.col) = make_direction(p.col, swapped);
+  a.sums = p.sums;
+  a.derived = p.derived;
+  return a;
+}
+
+// `looks`: the kernel takes the row amaxes itself.
+void launch_pair(const PairArgs& p, bool looks, const Where& where) {
+  const QuantizeArgs& any = p.has_col && !p.has_row ? p.col : p.row;
+  const Matrix x = matrix_of(p);
+  const bool swapped = sees_swapped(p, x);
+  // after an amax pass, backwards: the end of what that pass read is still in the L2
+  CastArgs a = cast_args(p, x, swapped, any_measured(p) && !looks);
+  a.noop = any.noop;
   if (looks) {
     const auto looks_across = static_cast<uint32_t>((x.cols + kLookCols - 1) / kLookCols);
     a.panels = Panels{p.row.scratch, p.row.measured, static_cast<uint32_t>((x.rows + kTile - 1) / kTile), looks_across};
     a.items += (a.panels.count + std::min(a.panels.count, kAhead)) * looks_across;
     launch(clear_panels, grid_for((x.rows + kThreads - 1) / kThreads), 0, where, "quantize", a.panels, x.rows, any.noop);
   }
-  Kind row = Kind::none, col = Kind::none;
-  const auto add = [&](const QuantizeArgs& q, bool down) {
-    (down ? a.col : a.row) = make_direction(q, swapped);
-    (down ? col : row) = kind_of(q.spec);
-  };
-  if (p.has_row) add(p.row, swapped);
-  if (p.has_col) add(p.col, !swapped);
-  a.sums = p.sums;
-  a.derived = p.derived;
-  a.noop = any.noop;
+  const bool has_row = swapped ? p.has_col : p.has_row, has_col = swapped ? p.has_row : p.has_col;
+  const Kind row = has_row ? kind_of(a.row.spec) : Kind::none, col = has_col ? kind_of(a.col.spec) : Kind::none;
   by_dtype(x.dtype, [&](auto t) { launch_cast<decltype(t)>(a, row, col, where); });
 }
 
@@ -160,6 +166,32 @@ bool can_look(const PairArgs& p) {
   return wanted && p.row.x.rows * p.row.x.cols > 0 && !p.row.out.transposed && !sees_swapped(p, contiguous_strides(p.row.x));
 }
 
+// Takes the amaxes asked for and casts by strips; false, and nothing done, where these do not fit. Amaxes of rows and
+// columns are taken in one read; those of rows alone on the way of another cast (panels.cuh), which is left to it.
+bool cast_by_strips(const PairArgs& p, const Where& where) {
+  const auto takes = [](bool has, const QuantizeArgs& q) { return !has || (!q.fixed_scale && !q.noop); };
+  if (p.derived || p.sums || is_computed(p) || !takes(p.has_row, p.row) || !takes(p.has_col, p.col)) return false;
+  const Matrix x = matrix_of(p);
+  const bool both = p.has_row && p.has_col && is_measured(p.row) && is_measured(p.col);
+  if (!(p.has_row || p.has_col) || x.rows * x.cols == 0 || (can_look(p) && !both)) return false;
+  if (!fits(p, false) && !fits(p, true)) return false;
+  const bool swapped = sees_swapped(p, x);
+  const bool rows = swapped ? p.has_col : p.has_row, cols = swapped ? p.has_row : p.has_col;
+  StripArgs s{};
+  s.cast = cast_args(p, x, swapped, false);
+  if (!fits_dense_strips(s.cast, rows, cols)) return false;
+  if (both) {
+    s.of_rows = reinterpret_cast<int32_t*>((swapped ? p.col : p.row).measured);
+    s.of_columns = reinterpret_cast<int32_t*>((swapped ? p.row : p.col).measured);
+    launch_dense_amaxes(s, where);
+  } else {
+    measure(p, where);
+  }
+  s.cast.tiling.backwards = any_measured(p);
+  launch_dense_strips(s, rows, cols, where);
+  return true;
+}
+
 }  // namespace
 
 bool amax_by_strips(const GroupAmaxArgs& args, const Where& where) {
@@ -174,6 +206,7 @@ bool amax_by_strips(const GroupAmaxArgs& args, const Where& where) {
 void quantize(const PairArgs& args, const Where& where) {
   const OnDevice on(where, "quantize");
   if (args.groups.ends) return cast_groups(args, where);
+  if (cast_by_strips(args, where)) return;
   const bool looks = can_look(args);
   PairArgs p = args;
   p.has_row = args.has_row && !looks;

@@ -31,7 +31,10 @@ from megatron_hybrid.testing.generators import cast_input, make_input
 sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / folder) for folder in ("numerics", "unit"))]
 from build import build_codes, build_module  # noqa: E402
 from linear_cases import recipe  # noqa: E402
-from test_cast_pair import FORMATS, LAYOUTS, SHAPES, assert_same, empty, lay_out, new_rng, new_states, panel_sums  # noqa: E402
+from test_cast_pair import (  # noqa: E402
+    FORMATS, LAYOUTS, SHAPES, STRIP_FORMATS, assert_same, check_strips, empty, lay_out, new_rng, new_states, panel_sums,
+    strip_cases,
+)  # fmt: skip
 from test_decode_operands import check_every_pair, check_factors, check_pair  # noqa: E402
 from test_node import Library, layers, results  # noqa: E402
 
@@ -52,14 +55,14 @@ def test_codes_of_fp4(tmp_path):
     assert found.returncode == 0, found.stdout
 
 
-def cast_emulated(module, outs, x, states, rng, derived=False, sums=None, gate=None, grad=None):
+def cast_emulated(module, outs, x, states, rng, derived=False, sums=None, gate=None, grad=None, amaxes=(None, None)):
     """`storage.cast_pair` through the emulated extension; an output that is None is left out."""
     sides, copies, keep = [], [], []
-    for out, state in zip(outs, states):
+    for out, state, amax in zip(outs, states, amaxes):
         if out is None:
             sides.append(None)
             continue
-        side = _side(out, None, state, None, copies)
+        side = _side(out, amax, state, None, copies)
         spec = module_spec(module, side.format, out.direction, x.device)
         looks = side.measured is not None and side.format.outer_axis == "row" and out.direction == ROWWISE
         scratch = torch.empty(-(-x.shape[0] // module.PANEL_ROWS), dtype=torch.int32) if looks else None
@@ -86,6 +89,14 @@ def test_every_pair(emulated, row):
             rng = new_rng("cpu", *x.shape)
             expected = cast(x, parse_format(name), out.direction, state=own, rng=rng, transposed=turned)
             assert_same(out, expected, f"{row} | {col} {shape} {kind} {dtype} {out.direction}")
+
+
+@pytest.mark.parametrize("row", STRIP_FORMATS)
+def test_rows_and_columns_of_fp32_scales(emulated, row):
+    for x, names, amaxes, transposed in strip_cases(row):
+        outs = [n and empty(n, d, x, t) for n, d, t in zip(names, DIRECTIONS, transposed)]
+        cast_emulated(emulated, outs, x, (None, None), new_rng("cpu", *x.shape), amaxes=amaxes)
+        check_strips(x, names, amaxes, transposed, outs)
 
 
 @pytest.mark.parametrize("row", [f for f in FORMATS if "sr" not in f])
@@ -121,7 +132,9 @@ LAUNCHES = [  # of a cast of both directions: (formats, shape, launches)
     (("nvfp4", "nvfp4"), (16, 1024), 2), (("nvfp4:2d", "nvfp4:2d"), (1024, 1024), 3), (("nvfp4", "nvfp4"), (33, 1024), 3),
     (("fp8_current_e4m3", "fp8_current_e4m3"), (16, 1024), 2), (("mxfp8_e4m3", "mxfp8_e4m3"), (16, 1024), 1),
     (("nvfp4:row_scaled,rht", "nvfp4:row_scaled,rht"), (16, 128), 3), (("mxfp8_e4m3", "nvfp4:row_scaled"), (128, 192), 2),
-    (("mxfp8_e4m3", "nvfp4:row_scaled"), (129, 192), 3),
+    (("mxfp8_e4m3", "nvfp4:row_scaled"), (129, 192), 3), (("fp8_rowwise_e4m3", "fp8_rowwise_e4m3"), (400, 192), 3),
+    (("fp8_rowwise_e4m3", "fp8_rowwise_e4m3"), (401, 192), 4), (("fp8_block_e4m3", "fp8_rowwise_e4m3"), (400, 192), 3),
+    (("fp8_block_e4m3", "fp8_block_e4m3"), (400, 192), 1),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import argparse
 import itertools
 
 import torch
-from test_cast_pair import LAYOUTS, check_pair, empty, lay_out, new_states
+from test_cast_pair import LAYOUTS, STRIP_FORMATS, check_pair, check_strip_cases, empty, lay_out, new_states
 
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
@@ -149,6 +149,7 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="grouped FP8 GEMMs too (memcheck; needs Hopper)")
     args = parser.parse_args()
     calls = pairs() + single_directions() + derived_columns() + sums_and_gates() + groups() + groups_of_swiglu()
+    calls += sum(check_strip_cases(row, "cuda") for row in STRIP_FORMATS)
     multiplied = f", {products()} products" if args.products else ""
     torch.cuda.synchronize()
     print(f"{calls} casts, bytes as on the CPU{multiplied}")

@@ -30,6 +30,10 @@ PAIRS = tuple(itertools.product(FORMATS, FORMATS))
 # whole tiles; ragged against every block, K a multiple of 16 and of 8 bytes; odd everywhere
 SHAPES = ((256, 128), (145, 272), (130, 136), (67, 35))
 LAYOUTS = ("contiguous", "transposed", "slice", "step")
+# FP8 with FP32 scales of 128 or of whole lines, whose casts hold 16-bit tensors in registers; tiles cut by M, by K, by
+# both, rows that are not whole 16 bytes, M that is no multiple of 16, and nothing at all
+STRIP_FORMATS = (None, "fp8_block_e4m3", "fp8_rowwise_e5m2", "fp8_block_e5m2", "fp8_rowwise_e4m3")
+STRIP_SHAPES = ((256, 128), (144, 272), (400, 132), (16, 8), (130, 136), (0, 64), (64, 0))
 
 
 def lay_out(t: torch.Tensor, layout: str) -> torch.Tensor:
@@ -46,6 +50,54 @@ def lay_out(t: torch.Tensor, layout: str) -> torch.Tensor:
         big[::3, ::2] = t
         return big[::3, ::2]
     return t
+
+
+def strip_cases(row):
+    """(x, (row, col), amaxes, transposed): `row` beside every column; an amax is None where it is to be measured."""
+    turn = STRIP_FORMATS.index(row)
+    for col, shape in itertools.product(STRIP_FORMATS, STRIP_SHAPES):
+        turn += 1
+        kind, dtype = ("normal", "special", "tiny", "special")[turn % 4], ("bfloat16", "float16")[turn // 2 % 2]
+        x = cast_input(make_input(kind, shape), dtype)
+        layout = ("contiguous", "apart", "transposed", "apart")[turn // 3 % 4]
+        if layout == "apart":  # rows of a wider tensor, whole 16 bytes from each other
+            wide = torch.full((shape[0], (shape[1] + 23) // 8 * 8), float("nan"), dtype=x.dtype)
+            wide[:, : shape[1]] = x
+            x = wide[:, : shape[1]]
+        elif layout == "transposed":
+            x = lay_out(x, layout)
+        amaxes = [None, None]
+        for d, name in enumerate((row, col)):
+            if name and "rowwise" in name and turn // (3 + d) % 3 == 0:
+                amaxes[d] = torch.rand(shape[d], generator=torch.Generator().manual_seed(turn)) + 0.5
+        if row or col:
+            yield x, (row, col), amaxes, (turn % 7 == 0, turn % 5 != 0)
+
+
+def lay_out_again(x, device):
+    """`x` on `device` with the strides that it has."""
+    there = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return there.copy_(x)
+
+
+def check_strips(x, names, amaxes, transposed, outs):
+    """`outs` of one call against the CPU's of a direction at a time."""
+    what = f"{names} {tuple(x.shape)} {x.stride()} {x.dtype} {transposed}"
+    for out, name, direction, amax, turned in zip(outs, names, DIRECTIONS, amaxes, transposed):
+        if name:
+            expected = cast(x, parse_format(name), direction, amax=amax, transposed=turned)
+            assert_same(out, expected, f"{what} {direction}")
+
+
+def check_strip_cases(row, device) -> int:
+    """Every case by one call on `device`; their number."""
+    cases = list(strip_cases(row))
+    for x, names, amaxes, transposed in cases:
+        there = lay_out_again(x, device)
+        outs = [n and empty(n, d, there, t) for n, d, t in zip(names, DIRECTIONS, transposed)]
+        cast_pair(*outs, there, amax=[None if a is None else a.to(device) for a in amaxes])
+        check_strips(x, names, amaxes, transposed, outs)
+    return len(cases)
 
 
 def new_states(formats, device):
@@ -115,6 +167,13 @@ def test_every_pair(device, row):
             x = lay_out(cast_input(make_input(kind, shape), dtype), LAYOUTS[turn // 2 % 4])
             transposed = (turn % 5 == 0, turn % 3 != 0)
             check_pair(x, (row, col), device, f"{row} | {col} {shape} {kind} {dtype} {turn // 2 % 4} {transposed}", transposed)
+
+
+@on_devices
+@pytest.mark.parametrize("row", STRIP_FORMATS)
+def test_rows_and_columns_of_fp32_scales(device, row):
+    """Amaxes known and not, rows apart, cut tiles, empty tensors; either direction alone too."""
+    check_strip_cases(row, device)
 
 
 @on_devices

@@ -1,0 +1,15 @@
+// Casts of whole tensors by strips (dense_strips.cu).
+#pragma once
+
+#include "cast.h"
+
+namespace mh::cuda {
+
+// Whether strips fit the tensor and what its rows, its columns or both are cast to.
+bool fits_dense_strips(const CastArgs& args, bool rows, bool cols);
+void launch_dense_strips(const StripArgs& args, bool rows, bool cols, const Where& where);
+
+// Amaxes of rows and of columns, in one read, whatever was there before.
+void launch_dense_amaxes(const StripArgs& args, const Where& where);
+
+}  // namespace mh::cuda
