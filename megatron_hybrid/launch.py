@@ -57,6 +57,30 @@ def prepare(*, hybrid_models: bool = False) -> None:
     arguments_patch(hybrid_models).apply()
 
 
+@contextlib.contextmanager
+def ending_groups():
+    """Where a run over gloo ends well, its process groups end before Python does.
+
+    A worker thread of gloo lets go of a finished operation's tensors a little later, for which it needs Python; where that
+    is being taken apart, the C library ends a run that was complete ("terminate called without an active exception",
+    torch 2.11, once in some dozen runs on a machine with too much to do).
+    """
+    try:
+        yield
+    except SystemExit as leave:
+        if not leave.code:
+            _end_groups()
+        raise
+    _end_groups()
+
+
+def _end_groups() -> None:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized() and dist.get_backend() == "gloo":
+        dist.destroy_process_group()
+
+
 def arguments_patch(hybrid_models: bool = False):
     """Our flags and checks inside Megatron's argument handling."""
     from .mcore import start_output, versions
@@ -129,7 +153,8 @@ def main() -> None:
         prepare()
         sys.argv = sys.argv[1:]
         sys.path[0] = str(script.resolve().parent)  # where a script's own imports are looked for
-        runpy.run_path(str(script), run_name="__main__")
+        with ending_groups():
+            runpy.run_path(str(script), run_name="__main__")
 
 
 if __name__ == "__main__":

@@ -164,7 +164,8 @@ def main() -> None:
 
         args = parse_and_validate_args()
         config = pretrain_cfg_container_from_args(args, model_config(args))
-        pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+        with launch.ending_groups():
+            pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
 
 
 if __name__ == "__main__":
