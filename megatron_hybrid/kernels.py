@@ -205,10 +205,9 @@ def cast_directions(
     grad: (M, K / 2) of x's dtype, its last dimension contiguous: the gradient of `silu(x[:, : K / 2]) * x[:, K / 2 :]`.
     """
     M, K = x.shape
-    of_grad = () if grad is None else (grad.data_ptr(), grad.stride(0))
     extension(x.device.type).quantize_pair(
         row, col, x.data_ptr(), SOURCE_CODES[x.dtype], M, K, *x.stride(), False, _ptr(sums), _ptr(gate), _ptr(rng),
-        _ptr(row_ids), 0, *_where(x), *of_grad
+        _ptr(row_ids), 0, *_where(x), *_of_grad(grad)
     )  # fmt: skip
 
 
@@ -223,10 +222,14 @@ def cast_groups(
     gate, grad: as `cast_directions`'s, of 16-bit tensors; weights: what `weights_of` gives, by which `silu(gate) * x`
     is multiplied before it is rounded.
     """
-    of_grad = () if grad is None else (grad.data_ptr(), grad.stride(0))
     extension(x.device.type).quantize_pair(
-        row, col, *_matrix(x), False, 0, _ptr(gate), 0, 0, 0, *_where(x), *of_grad, groups=groups, weights=weights
+        row, col, *_matrix(x), False, 0, _ptr(gate), 0, 0, 0, *_where(x), *_of_grad(grad), groups=groups, weights=weights
     )
+
+
+def _of_grad(grad: torch.Tensor | None) -> tuple[int, int]:
+    """Address and distance of rows of the gradient that a cast computes SwiGLU's from; 0 where there is none."""
+    return (0, 0) if grad is None else (grad.data_ptr(), grad.stride(0))
 
 
 def weights_of(weights: torch.Tensor, places=None, dots=None) -> tuple:
@@ -245,9 +248,8 @@ def amax_groups(
     found = torch.zeros(num * K + (num_rows if rows else 0), dtype=torch.float32, device=x.device)
     columns = found.data_ptr()
     of_rows = columns + 4 * num * K if rows else 0
-    of_grad = (0, 0) if grad is None else (grad.data_ptr(), grad.stride(0))
     extension(x.device.type).group_amax(
-        *_matrix(x), groups, columns, of_rows, *_where(x), _ptr(gate), *of_grad, weights
+        *_matrix(x), groups, columns, of_rows, *_where(x), _ptr(gate), *_of_grad(grad), weights
     )
     return found, columns, of_rows
 

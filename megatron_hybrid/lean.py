@@ -121,7 +121,6 @@ class OperandCast:
         del alive_row, alive_col  # not before
         return row, col
 
-
     def takes_parts(self, x: torch.Tensor, wanted: tuple[bool, bool], amaxes, rng) -> bool:
         """Whether `in_parts` can cast `x` (..., K): both directions draw, parts are whole blocks, and no amax that is to
         be found covers several of them."""
@@ -140,15 +139,11 @@ class OperandCast:
         length = x.shape[dim] // len(keys)
         pairs = []
         for i, key in enumerate(keys):
-            run = slice(i * length, (i + 1) * length)
-            known = [a if a is None or not a.dim() or a.shape[dim] == 1 else _cut(a, dim, run) for a in amaxes]
-            pairs.append(self(_cut(x, dim, run), rowwise, columnwise, None, known, rng=key))
+            run = dim, i * length, length
+            known = [a if a is None or not a.dim() or a.shape[dim] == 1 else a.narrow(*run) for a in amaxes]
+            pairs.append(self(x.narrow(*run), rowwise, columnwise, None, known, rng=key))
         shape, directions = tuple(x.shape), zip(zip(*pairs), amaxes)
         return tuple(None if runs[0] is None else _joined(runs, dim, shape, amax) for runs, amax in directions)
-
-
-def _cut(t: torch.Tensor, dim: int, run: slice) -> torch.Tensor:
-    return t[run] if dim == 0 else t[:, run]
 
 
 def _joined(runs: tuple[QuantizedStorage, ...], dim: int, shape: tuple[int, int], amax) -> QuantizedStorage:

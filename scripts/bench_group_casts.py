@@ -15,6 +15,7 @@ import argparse
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import bench_cast
 import torch
 from bench_common import interleaved_us, write_result
 
@@ -94,13 +95,13 @@ class Layer:
         def cast_gradient(i):
             return both(self.x[i % SETS], layout, grad=self.dy[i % SETS], weights=self.weights(self.dots))
 
-        of_x, of_dy = self.x[0].nbytes, self.dy[0].nbytes
         def columns_of_tokens(i):
             return columns(self.tokens[i % SETS], layout, self.copies)
 
         def cast_tokens(i):
             return both(self.tokens[i % SETS], layout, self.copies)
 
+        of_x, of_dy = self.x[0].nbytes, self.dy[0].nbytes
         return [
             Task("columns of tokens", self.tokens[0].nbytes, columns_of_tokens),
             Task("rows and columns of tokens", self.tokens[0].nbytes, cast_tokens),
@@ -126,19 +127,13 @@ def differing(found, expected, layout) -> int:
     return off
 
 
-def copy_bandwidth(repeat: int) -> float:
-    """Bytes a us, read and written."""
-    big = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    other = torch.empty_like(big)
-    return 2 * big.nbytes / interleaved_us({"copy": lambda i: other.copy_(big)}, repeat)["copy"]
-
-
 def main() -> int:
     args = parse_args()
     if not torch.cuda.is_available():
         print("no GPU here")
         return 0
-    layer, rows, bandwidth = Layer(args), [], copy_bandwidth(args.repeat)
+    layer, rows = Layer(args), []
+    bandwidth = bench_cast.copy_bandwidth(layer.x, args.repeat) * 1e6  # bytes a us
     for fmt in map(parse_format, args.formats):
         reads = 2 if fmt.outer_axis == "row" else 1
         tasks = layer.tasks(fmt)
