@@ -37,7 +37,7 @@ OWN = {
     ),
 }  # fmt: skip
 RECIPES = ["bf16", "fp8_delayed", "fp8_delayed fast", "fp8_current", "fp8_block", "fp8_rowwise", "current+block",
-           "current+delayed", "mxfp8", "nvfp4_plain", "bf16 main_grad", "fp8_delayed main_grad"]  # fmt: skip
+           "current+delayed", "mxfp8", "nvfp4_plain", "nvfp4", "bf16 main_grad", "fp8_delayed main_grad"]  # fmt: skip
 # best peer's speed over bf16 in this recipe, from docs/performance.md's table, by (K, N)
 PEERS = {
     "4096x14336": {"fp8_delayed": 1.65, "fp8_current": 1.52, "fp8_block": 1.30, "fp8_rowwise": 4093 / 3501},
@@ -89,6 +89,9 @@ class Shape:
             )  # fmt: skip
         with torch.no_grad():
             layer.weight.copy_(self.weight)
+        if words is not None and layer.plan.uses_rng:  # keys of a step; the weight is cast in every call all the same
+            mh.prepare(layer, seed=1).begin_step(1)
+            layer.hq.weight_cache = None
         if words is not None and "main_grad" in words.split():
             layer.weight.main_grad = torch.zeros(self.N, self.K, device="cuda")
         return layer
@@ -102,6 +105,11 @@ class Shape:
         return y.detach(), x.grad, layer.weight.grad
 
 
+def rng(layer) -> mh.Rng | None:
+    """A key for casts outside of steps, where the recipe rounds stochastically."""
+    return mh.Rng(1, 1, 1, 0, device="cuda") if layer.plan.uses_rng else None
+
+
 def gemm_runs(shape: Shape, layer) -> dict:
     """Each of a layer's three GEMMs alone, over payloads of the rotating inputs."""
     plan, runs = layer.plan, {}
@@ -109,7 +117,7 @@ def gemm_runs(shape: Shape, layer) -> dict:
     state = {op: [s for s in plan.quantizers[op].new_state("cuda")] for op in (INPUT, WEIGHT, GRAD_OUTPUT)}
 
     def cast(operand, x):
-        return plan.quantize(operand, x.detach(), rowwise=True, columnwise=True, state=state[operand])
+        return plan.quantize(operand, x.detach(), rowwise=True, columnwise=True, state=state[operand], rng=rng(layer))
 
     w_row, w_col = cast(WEIGHT, w)
     xs, dys = [cast(INPUT, x) for x in shape.xs], [cast(GRAD_OUTPUT, dy) for dy in shape.dys]
@@ -127,7 +135,7 @@ def cast_bytes(shape: Shape, layer) -> int:
         quantizer = layer.plan.quantizers[operand]
         if not any(f.is_quantized for f in quantizer.formats()):
             continue
-        payloads = quantizer.cast(x.detach(), state=quantizer.new_state("cuda"), transposed=True)
+        payloads = quantizer.cast(x.detach(), state=quantizer.new_state("cuda"), rng=rng(layer), transposed=True)
         written = [p for p in payloads if p is not None and p.format.is_quantized]
         total += bench_cast.needed_bytes(x, quantizer, written)
     return total
