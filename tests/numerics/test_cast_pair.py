@@ -77,7 +77,7 @@ def strip_cases(row):
 def lay_out_again(x, device):
     """`x` on `device` with the strides that it has. Its memory ends at whole 16 bytes: the copies of csrc/cuda's tiles are
     16 bytes, of which they read as many as there are (`cp.async`'s last operand), but memcheck counts all of them."""
-    elements = sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1
+    elements = sum((n - 1) * s for n, s in zip(x.shape, x.stride())) + 1 if x.numel() else 0
     there = torch.empty((elements + 7) // 8 * 8, dtype=x.dtype, device=device).as_strided(x.shape, x.stride())
     return there.copy_(x)
 
