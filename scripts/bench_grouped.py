@@ -32,11 +32,12 @@ _SPIN = 20_000_000  # clock cycles, about 11 ms: the host runs ahead of the devi
 
 @dataclass
 class Subject:
-    """One way to run the linear. run(x, dy) -> (y, dx, dw)."""
+    """One way to run the linear. run(x, dy) -> (y, dx, dw). whole: makes tensors of what run gives, where it is not."""
 
     name: str
     run: object
     how: str = ""
+    whole: object = tuple
 
 
 def parse_args() -> argparse.Namespace:

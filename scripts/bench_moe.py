@@ -14,12 +14,16 @@ Weights quantized before (their cache is kept), and cast in every step with --ca
 every round. Permutation and SwiGLU are our kernels; --plain leaves Megatron's. --profile prints the share of casts and
 GEMMs and the kernels of a step, longest first. Without a GPU it runs on the CPU, for trying the script: give small sizes; it
 counts torch operations of a step there. All layers share one set of weights, and gradients go when a step ends.
+
+--peers te: Megatron's own layer over Transformer Engine's experts runs beside ours where that can be imported, with its
+permutation, on the same weights, for the recipes that both have. x peer: how many times as fast as it ours is.
 """
 
 from __future__ import annotations
 
 import argparse
 import logging
+import re
 import time
 
 import torch
@@ -27,6 +31,7 @@ import torch.distributed as dist
 import yaml
 from bench_common import median, write_result
 from bench_grouped import DEVICE, ON_GPU, Subject, profile, run_ahead, timed
+from bench_peers import TE, TE_RECIPES, of_peer, swapped, te_missing
 from bench_ranks import AllToAlls, of_ranks, slowest, start_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -40,11 +45,15 @@ if not ON_GPU:
 with quiet_missing_te_warnings():
     import torch.nn.functional as F
     from megatron.core import mpu, tensor_parallel
+    from megatron.core.fp8_utils import get_fp8_context
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_submodules
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.quantization.utils import get_quant_config_or_none
+    from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.utils import get_te_version
 
-    from megatron_hybrid import Recipe
+    from megatron_hybrid import Recipe, patches
     from megatron_hybrid.mcore import dispatch, driver
     from megatron_hybrid.mcore.parts import choose
     from megatron_hybrid.mcore.recipe_hook import carry
@@ -69,6 +78,8 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--dispatch", nargs="+", choices=[HIGH_PRECISION, QUANTIZED], default=[HIGH_PRECISION],
                         help="how tokens travel; the reference's always in high precision (default: %(default)s)")  # fmt: skip
     parser.add_argument("--recipe", nargs="+", default=RECIPES, help="names or paths; the first is the reference")
+    parser.add_argument("--peers", nargs="*", choices=[TE], default=[],
+                        help="beside them: te (Transformer Engine's experts in Megatron's layer, where importable)")
     parser.add_argument("--cast-weights", action="store_true", help="cast the weights in every step")
     parser.add_argument("--plain", action="store_true", help="permutation and SwiGLU as Megatron has them without us")
     parser.add_argument("--dispatcher", choices=["alltoall", "allgather"], default="alltoall")
@@ -91,7 +102,7 @@ def experts_of(path: str, has: int, args) -> int:
     return experts
 
 
-def config(path: str, args) -> TransformerConfig:
+def config(path: str, args, **changes) -> TransformerConfig:
     """One layer of the model, with the ranks' share of its experts."""
     with open(path) as file:
         flags = yaml.safe_load(file)
@@ -109,7 +120,7 @@ def config(path: str, args) -> TransformerConfig:
         moe_router_load_balancing_type="none", moe_grouped_gemm=True, moe_token_dispatcher_type=args.dispatcher,
         moe_permute_fusion=not args.plain,
         bf16=True, params_dtype=torch.bfloat16, normalization="RMSNorm", gated_linear_unit=True, activation_func=F.silu,
-        add_bias_linear=False, bias_activation_fusion=ON_GPU, init_method_std=0.02,
+        add_bias_linear=False, bias_activation_fusion=ON_GPU, init_method_std=0.02, **changes,
     )  # fmt: skip
 
 
@@ -132,8 +143,8 @@ def variants(args) -> list[tuple[str, Recipe, str]]:
     return found
 
 
-def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bool, plain: bool, like: list) -> Subject:
-    """like: parameters whose memory this layer's, of the same values, take; empty: it is filled with them."""
+def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bool, plain: bool, like: dict) -> Subject:
+    """like: parameters by name, whose memory this layer's, of the same values, take; empty: it is filled with them."""
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     torch.manual_seed(7)
     cfg.quant_recipe = carry(recipe)
@@ -142,9 +153,9 @@ def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bo
     parts.prepare(cfg)
     layer = layer_spec(cfg, experts=True, parts=parts).submodules.mlp(config=cfg, pg_collection=groups).to(DEVICE)
     layer.set_layer_number(1)
-    like[:] = like or layer.parameters()
-    for mine, held in zip(layer.parameters(), like, strict=True):
-        mine.data = held.data
+    like.update(like or layer.named_parameters())
+    for name_of_mine, mine in layer.named_parameters():
+        mine.data = like[name_of_mine].data
     for path, module in layer.named_modules():
         if hasattr(module, "finish_init"):
             module.hq_layer = 1
@@ -172,6 +183,57 @@ def build(cfg: TransformerConfig, name: str, recipe: Recipe, *, cast_weights: bo
 
     how = layer.experts.linear_fc1.hq.how(layer.experts.linear_fc1.weight)
     return Subject(name, run, str(how))
+
+
+def megatrons_permutation() -> dict:
+    """What stands in Megatron's module where our patch puts our permutation: Transformer Engine's."""
+    patch = patches.PATCHES["moe_permutation"]
+    patch.revert()
+    found = {name: getattr(moe_utils, name) for _, _, name in (target.partition(":") for target in patch.targets)}
+    patch.apply()
+    return found
+
+
+def build_peer(cfg: TransformerConfig, recipe: str, *, cast_weights: bool, like: dict) -> Subject:
+    """Megatron's layer over Transformer Engine's experts. like: as `build` left it; an expert's parameter is a part of ours."""
+    tensor_parallel.model_parallel_cuda_manual_seed(7)
+    groups, permutation = ProcessGroupCollection.use_mpu_process_groups(), megatrons_permutation()
+    spec = get_gpt_layer_with_transformer_engine_submodules(num_experts=cfg.num_moe_experts, moe_grouped_gemm=True)
+    with swapped(moe_utils, permutation):
+        layer = spec.mlp(config=cfg, pg_collection=groups).to(DEVICE)
+    layer.set_layer_number(1)
+    for name, mine in layer.named_parameters():
+        stem, expert = re.fullmatch(r"(.*?)(\d*)", name).groups()
+        mine.data = like[stem].data[int(expert)] if expert else like[stem].data
+    parameters = list(layer.parameters())
+    of_experts = [getattr(layer.experts.linear_fc1, f"weight{e}") for e in range(layer.num_local_experts)]
+
+    def run(x, dy):
+        if cast_weights:
+            layer.set_is_first_microbatch()
+        x = x.detach().requires_grad_()
+        with swapped(moe_utils, permutation), get_fp8_context(cfg):
+            y, _ = layer(x)
+        y.backward(dy)
+        found = y.detach(), x.grad, [p.grad for p in of_experts]
+        for p in parameters:
+            p.grad = None
+        return found
+
+    def whole(found):
+        y, dx, weight_gradients = found
+        return y, dx, torch.stack(weight_gradients)
+
+    return Subject(of_peer(recipe), run, f"Transformer Engine {get_te_version()}", whole)
+
+
+def peers(path: str, args, like: dict) -> list[Subject]:
+    """Of the recipes that are measured, those that a peer has."""
+    if TE not in args.peers or te_missing():
+        return []
+    how = dict(cast_weights=args.cast_weights, like=like)
+    recipes = filter(TE_RECIPES.__contains__, args.recipe)
+    return [build_peer(config(path, args, **TE_RECIPES[recipe]), recipe, **how) for recipe in recipes]
 
 
 def all_to_alls(subject: Subject, data, rounds: int) -> dict:
@@ -227,25 +289,32 @@ def bench(path: str, tokens: int, args) -> list[dict]:
     shape = (tokens, 1, cfg.hidden_size)
     data = [tuple(torch.randn(shape, generator=g, device=DEVICE).bfloat16() for _ in range(2)) for _ in range(DATA_SETS)]
     what = variants(args)
-    how, held = dict(cast_weights=args.cast_weights, plain=args.plain), []
+    how, held = dict(cast_weights=args.cast_weights, plain=args.plain), {}
     subjects = [build(cfg, *named, **how, like=held) for *named, _ in what]
+    beside = peers(path, args, held)
+    what = [(recipe.name, how) for _, recipe, how in what] + [(subject.name, HIGH_PRECISION) for subject in beside]
+    subjects += beside
     reference = subjects[0].run(*data[0])
-    off = [of_ranks(relative(s.run(*data[0]), reference)) for s in subjects]
+    off = [of_ranks(relative(s.whole(s.run(*data[0])), reference)) for s in subjects]
     ready = run_ahead if ranks == 1 else dist.barrier
     timed(subjects, data, 2, ready)
     times, rows = timed(subjects, data, args.repeat, ready).values(), []
-    for subject, (_, recipe, how), errors, (device, host) in zip(subjects, what, off, times):
+    for subject, (recipe, how), errors, (device, host) in zip(subjects, what, off, times):
         row = {"model": path, "tokens": tokens, "experts": cfg.num_moe_experts // ranks, "what": subject.name,
                "how": subject.how, "us": median(slowest(device)), "host_us": median(slowest(host)), "off": max(errors)}  # fmt: skip
         row["speedup"] = (rows[0] if rows else row)["us"] / row["us"]
         row["goal"] = None if not subject.name.startswith("fp8") else GOAL if tokens >= GOAL_TOKENS else 1.0
         if ranks > 1:
-            row |= {"recipe": recipe.name, "dispatch": how, "experts_of_layer": cfg.num_moe_experts, "off_by_rank": errors,
+            row |= {"recipe": recipe, "dispatch": how, "experts_of_layer": cfg.num_moe_experts, "off_by_rank": errors,
                     "all_to_all": all_to_alls(subject, data, args.repeat)}  # fmt: skip
         row["operations"] = operations(subject, data)
         if args.profile and ON_GPU:
             row["profile"] = profile(subject, data)
         rows.append(row)
+    of_name = {row["what"]: row for row in rows}
+    for row, (recipe, _) in zip(rows, what):
+        if peer := of_name.get(of_peer(recipe)):
+            row["over_peer"] = peer["us"] / row["us"]
     return rows
 
 
@@ -260,6 +329,7 @@ COLUMNS = {
     "host us": lambda r: f"{r['host_us']:.0f}",
     "off": lambda r: f"{r['off']:.3f}",
 }
+OF_PEERS = {"x peer": lambda r: f"{r['over_peer']:.2f}" if "over_peer" in r else ""}
 ON_CPU = {"operations": lambda r: str(r["operations"])}
 OF_RANKS = {  # where there are several
     "all-to-all MB": lambda r: f"{r['all_to_all']['bytes'] / 1e6:.3f}",
@@ -271,6 +341,8 @@ OF_RANKS = {  # where there are several
 
 def show(rows: list[dict], ranks: int) -> None:
     columns, said = COLUMNS if ON_GPU else COLUMNS | ON_CPU, f"{torch.cuda.get_device_name() if ON_GPU else 'CPU'}, torch {torch.__version__}"
+    if any("over_peer" in row for row in rows):
+        columns = columns | OF_PEERS
     if ranks > 1:
         columns, held = columns | OF_RANKS, rows[0]["experts"]
         each = ", ".join(f"{rank * held} to {(rank + 1) * held - 1}" for rank in range(ranks))
@@ -299,6 +371,8 @@ def main() -> int:
     logging.disable(logging.WARNING)
     start(args)
     rows, first = [], dist.get_rank() == 0
+    if first and TE in args.peers and (reason := te_missing()):
+        print(f"Transformer Engine: {reason}", flush=True)
     for path in args.model:
         for tokens in args.tokens:
             began = time.perf_counter()

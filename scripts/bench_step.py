@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import torch
 from bench_common import median, write_result
+from bench_peers import TE, TE_RECIPES, of_peer, te_missing
 from step_profile import copy_bandwidth, profile, short
 
 from megatron_hybrid.explain import Table
@@ -44,9 +45,8 @@ with quiet_missing_te_warnings():
     from megatron_hybrid.mcore.spec import HybridLayerSpec
     from megatron_hybrid.ops_triton.swiglu import swiglu
 
-# Transformer Engine's ms in another call (performance.md's table), and what its recipe is called in Megatron's flags
+# Transformer Engine's ms in another call (performance.md's table)
 TE_TABLE = {"bf16": 102.1, "fp8_delayed": 78.9, "fp8_current": 80.8, "fp8_block": 88.1}
-TE_RECIPES = {"bf16": None, "fp8_delayed": "delayed", "fp8_current": "tensorwise", "fp8_block": "blockwise"}
 GOALS = {"bf16": 100.0, **{name: 0.97 * TE_TABLE[name] for name in ("fp8_delayed", "fp8_current", "fp8_block")}}
 DATA_SETS = 3
 _SPIN = 40_000_000  # clock cycles, about 22 ms
@@ -87,7 +87,7 @@ class Subject:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--recipe", nargs="+", default=list(GOALS), help="names or paths (default: %(default)s)")
-    parser.add_argument("--peers", nargs="*", choices=["te", "local"], default=["te"],
+    parser.add_argument("--peers", nargs="*", choices=[TE, "local"], default=[TE],
                         help="beside them: te (Transformer Engine, where importable), local (Megatron's own layers)")
     parser.add_argument("--plain", nargs="*", default=[], metavar="RECIPE", help="time these on plain torch layers too")
     for name, size in {**GOAL_SHAPE, "repeat": 10}.items():
@@ -167,17 +167,13 @@ def _mlp_apart(mlp, forward_too: bool, hidden_states, **others):
 
 def peers(args) -> list[Subject]:
     found = []
-    if "te" in args.peers:
-        try:
-            import transformer_engine.pytorch  # noqa: F401
-        except ImportError as error:
-            print(f"Transformer Engine: not importable ({error}); goals are of another call's figures, within 8%")
-        else:
-            for recipe in filter(TE_RECIPES.__contains__, args.recipe):
-                fp8 = {"fp8": "hybrid", "fp8_recipe": TE_RECIPES[recipe]} if TE_RECIPES[recipe] else {}
-                before, spec = allocated(), gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
-                model = build(args, spec, apply_rope_fusion=True, **fp8)
-                found.append(Subject(f"TE {recipe}", model, own=allocated() - before))
+    if TE in args.peers and (reason := te_missing()):
+        print(f"Transformer Engine: {reason}; goals are of another call's figures, within 8%")
+    elif TE in args.peers:
+        for recipe in filter(TE_RECIPES.__contains__, args.recipe):
+            before, spec = allocated(), gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec()
+            model = build(args, spec, apply_rope_fusion=True, **TE_RECIPES[recipe])
+            found.append(Subject(of_peer(recipe), model, own=allocated() - before))
     if "local" in args.peers:
         before, spec = allocated(), gpt_layer_specs.get_gpt_layer_local_spec(normalization="RMSNorm")
         model = build(args, spec, bias_activation_fusion=False)
@@ -332,7 +328,7 @@ def measure(args, data) -> list[dict]:
             rows[subject.name]["profile"] = profile(subject, data[0], args, copy)
             clear(subject)
     for name, row in rows.items():
-        beside = rows.get(f"TE {name}")
+        beside = rows.get(of_peer(name))
         known = GOALS.get(name) if is_goal_shape(args) else None
         row["goal"] = 0.97 * beside["ms"] if beside and name != "bf16" else known
     return list(rows.values())

@@ -68,7 +68,7 @@ PARTS = (
     bench("host", "P9", "bench_host.py --python", 60),
     bench("step", "P10", "bench_step.py --profile --main-grad bf16 fp8_delayed", 120),
     bench("statistics", "cost of --hq-stats-interval", "bench_statistics.py", 120),
-    bench("moe", "layers of experts against bf16", "bench_moe.py --profile", 240),
+    bench("moe", "layers of experts against bf16", "bench_moe.py --profile --peers te", 240),
     bench("group_casts", "casts of groups, against their bytes alone", "bench_group_casts.py", 60),
     Part("speed", "tokens a second where not measured yet", "{python} scripts/convergence.py --speed {commit}", 60),
     Part("nccl", "checks over NCCL, two ranks, on one GPU or two", f"{NCCL_CHECKS} 2", 1500),
