@@ -72,6 +72,12 @@ __device__ __forceinline__ void load_outer(const Direction& d, const Tile& t, bo
   }
 }
 
+__device__ __forceinline__ LineScale e8m0_line_scale(const Direction& d, int32_t amax, int64_t at, bool store) {
+  const BlockScale s = block_scale<ScaleRule::e8m0>(d.spec, bits_float(static_cast<uint32_t>(amax)), 1.0f);
+  if (store) static_cast<uint8_t*>(d.scale)[at] = static_cast<uint8_t>(s.stored);
+  return {s.multiplier, s.stored};
+}
+
 // The scale of a line from its block's amax; stores it when `store` is set. `multipliers`: by code, for one outer scale.
 template <Kind kind>
 __device__ __forceinline__ LineScale line_scale(const Direction& d, int32_t amax, const OuterScale& outer, const float* multipliers,
@@ -84,11 +90,7 @@ __device__ __forceinline__ LineScale line_scale(const Direction& d, int32_t amax
     return {d.spec.outer_rows ? nvfp4_multiplier_of(scale, outer.inverse) : multipliers[code], code};
   }
   if (is_preset(d.spec)) return {outer.encode, float_bits(outer.inverse)};
-  if (d.spec.scale_rule == ScaleRule::e8m0) {
-    const BlockScale s = block_scale<ScaleRule::e8m0>(d.spec, bits_float(static_cast<uint32_t>(amax)), 1.0f);
-    if (store) static_cast<uint8_t*>(d.scale)[at] = static_cast<uint8_t>(s.stored);
-    return {s.multiplier, s.stored};
-  }
+  if (d.spec.scale_rule == ScaleRule::e8m0) return e8m0_line_scale(d, amax, at, store);
   const BlockScale s = block_scale<ScaleRule::fp32>(d.spec, amax_from_bits(amax), 1.0f);
   if (store) static_cast<float*>(d.scale)[at] = bits_float(s.stored);
   return {s.multiplier, s.stored};

@@ -1,6 +1,5 @@
-// Casts of whole tensors, and amaxes of their rows and columns in one read, by strips (strip.cuh): 16-bit tensors, and
-// FP8 with FP32 scales of whole rows and columns or of 128 elements along them. Others take the cast of tiles in shared
-// memory (cast.cuh).
+// Casts of whole tensors, and amaxes of their rows and columns in one read, by strips (strip.cuh): 16-bit tensors to FP8
+// with the scales of `kStripScales` (strip_casts.cuh). Others take the cast of tiles in shared memory (cast.cuh).
 #include "dense_strips.h"
 #include "strip_casts.cuh"
 #include "strip_sources.cuh"
@@ -22,13 +21,15 @@ __global__ void __launch_bounds__(kThreads, (kRows && kCols ? 3 : 4))
   __shared__ StripShared<T> shared;
   StripShared<T>& sh = *held_shared(&shared);
   const CastArgs& a = args.cast;
+  if (a.noop && *a.noop) return;
   if constexpr (kRows) store_preset_scales(a.row, a.tiling.m);
   if constexpr (kCols) store_preset_scales(a.col, a.tiling.k);
   const Tile t = a.tiling.tile(blockIdx.x);
   Strip<T> v[1];
   load_tile<T>(args, t, sh, v);
-  if constexpr (kCols) scale_columns<T>(a.col, t, v[0], sh);
-  if constexpr (kRows) cast_strip_rows<T>(a.row, t, v, sh);
+  const int32_t of_tile = look_at_tile<T>(kRows ? &a.row : nullptr, kCols ? &a.col : nullptr, v[0], sh);
+  if constexpr (kCols) scale_columns<T>(a.col, t, of_tile, v[0], sh);
+  if constexpr (kRows) cast_strip_rows<T>(a.row, t, of_tile, v, sh);
   if constexpr (kCols) {
     cast_strip_columns<T>(a.col, v[0], sh);
     put_columns(a.col, t, sh.codes, t.rows / kWarpRows);
@@ -41,18 +42,22 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 4) amax_dense(const __grid_constant__ StripArgs args) {
   __shared__ StripShared<T> shared;
   StripShared<T>& sh = *held_shared(&shared);
-  const int c = threadIdx.x, lane = c % kWarp, i = c / kWarp * kWarpRows + lane;
-  const Tile t = args.cast.tiling.tile(blockIdx.x);
+  const CastArgs& a = args.cast;
+  if (a.noop && *a.noop) return;
+  const int c = threadIdx.x, lane = c % kWarp, i = c / kWarp * kWarpRows + own_row();
+  const Tile t = a.tiling.tile(blockIdx.x);
   Strip<T> v[1];
   load_tile<T>(args, t, sh, v);
-  const int32_t of_column = column_amax<T>(v[0], sh);
-  if (c < t.cols) raise(args.of_columns + t.k0 + c, of_column);
+  share_amaxes<T>(v[0], sh);
+  __syncthreads();
+  if (c < t.cols) raise(args.of_columns + t.k0 + c, column_amax<kWarps, T>(c, 0, sh));
   const int32_t of_row = row_amax<T>(v);
   if (lane < kWarpRows && i < t.rows) raise(args.of_rows + t.m0 + i, of_row);
 }
 
 __global__ void __launch_bounds__(kThreads)
-    clear_amaxes(int32_t* of_rows, int64_t rows, int32_t* of_columns, int64_t columns) {
+    clear_amaxes(int32_t* of_rows, int64_t rows, int32_t* of_columns, int64_t columns, const int32_t* noop) {
+  if (noop && *noop) return;
   const int64_t i = blockIdx.x * static_cast<int64_t>(kThreads) + threadIdx.x;
   if (i < rows) of_rows[i] = 0;
   if (i < columns) of_columns[i] = 0;
@@ -68,7 +73,8 @@ void launch_type(const StripArgs& a, bool rows, bool cols, const Where& where) {
 }  // namespace
 
 bool fits_dense_strips(const CastArgs& a, bool rows, bool cols) {
-  return fits_tensor(a) && a.x.rows <= kLongestRow && (!rows || fits_rows(a.row)) && (!cols || fits_columns(a.col));
+  if (!fits_tensor(a) || a.x.rows > kLongestRow) return false;
+  return (!rows || fits_rows(a.row, !cols)) && (!cols || fits_columns(a.col, !rows));
 }
 
 void launch_dense_strips(const StripArgs& a, bool rows, bool cols, const Where& where) {
@@ -79,7 +85,7 @@ void launch_dense_strips(const StripArgs& a, bool rows, bool cols, const Where& 
 void launch_dense_amaxes(const StripArgs& a, const Where& where) {
   const int64_t rows = a.cast.x.rows, columns = a.cast.x.cols;
   const unsigned clears = grid_for((max(rows, columns) + kThreads - 1) / kThreads);
-  launch(clear_amaxes, clears, 0, where, "quantize", a.of_rows, rows, a.of_columns, columns);
+  launch(clear_amaxes, clears, 0, where, "quantize", a.of_rows, rows, a.of_columns, columns, a.cast.noop);
   const auto kernel = a.cast.x.dtype == Dtype::bf16 ? amax_dense<BFloat16> : amax_dense<Float16>;
   launch(kernel, grid_for(a.cast.items), 0, where, "quantize", a);
 }

@@ -19,6 +19,16 @@ __device__ __forceinline__ bool find_tile(const StripArgs& s, Tile& t, Tile& at_
   return find_block(a.groups, a.x.cols, t, at_rows);
 }
 
+// Finds the thread block's tile and brings its strips, not cut yet; false where there is no such block.
+template <class T, class Source>
+__device__ __forceinline__ bool load_strips(const StripArgs& args, Tile& t, Tile& at_rows, StripShared<T>& sh,
+                                            Strip<T> (&v)[Source::kStrips]) {
+  if (!find_tile(args, t, at_rows)) return false;
+  find_rows<Source::kWeighted>(args, t, at_rows.m0, sh);
+  Source::load(args, t, at_rows.m0, sh, v);
+  return true;
+}
+
 // Strip s of a tile's: of the gradient of gate, or of that of up.
 __device__ __forceinline__ Tile beside(Tile t, const CastArgs& a, int s) {
   t.k0 += s * (a.x.cols / 2);
@@ -38,18 +48,16 @@ __global__ void __launch_bounds__(kThreads, (kStripBlocks<Source, kRows>))
   if constexpr (kRows) store_preset_scales(a.row, a.groups.rows);
   store_preset_scales(a.col, a.groups.groups * a.x.cols);
   Tile t, at_rows;
-  if (!find_tile(args, t, at_rows)) return;
   Strip<T> v[Source::kStrips];
-  find_rows<Source::kWeighted>(args, t, at_rows.m0, sh);
-  Source::load(args, t, at_rows.m0, sh, v);
+  if (!load_strips<T, Source>(args, t, at_rows, sh, v)) return;
   MH_UNROLL
   for (int s = 0; s < Source::kStrips; ++s) {
     const Tile here = beside(t, a, s);
     cut<T>(t, v[s]);
-    scale_columns<T>(a.col, here, v[s], sh);
+    scale_columns<T>(a.col, here, 0, v[s], sh);
     if constexpr (kRows) {
       const Tile rows = beside(at_rows, a, s);
-      cast_strip_rows<T>(a.row, rows, reinterpret_cast<const Strip<T>(&)[1]>(v[s]), sh);
+      cast_strip_rows<T>(a.row, rows, 0, reinterpret_cast<const Strip<T>(&)[1]>(v[s]), sh);
     }
     cast_strip_columns<T>(a.col, v[s], sh);
     put_columns(a.col, here, sh.codes, kWarps);  // zeros where the block has no rows
@@ -63,18 +71,17 @@ __global__ void __launch_bounds__(kThreads, (kStripBlocks<Source, false>))
   __shared__ StripShared<T> shared;
   StripShared<T>& sh = *held_shared(&shared);
   const CastArgs& a = args.cast;
-  const int c = threadIdx.x, lane = c % kWarp, i = c / kWarp * kWarpRows + lane;
+  const int c = threadIdx.x, lane = c % kWarp, i = c / kWarp * kWarpRows + own_row();
   Tile t, at_rows;
-  if (!find_tile(args, t, at_rows)) return;
   Strip<T> v[Source::kStrips];
-  find_rows<Source::kWeighted>(args, t, at_rows.m0, sh);
-  Source::load(args, t, at_rows.m0, sh, v);
+  if (!load_strips<T, Source>(args, t, at_rows, sh, v)) return;
   MH_UNROLL
   for (int s = 0; s < Source::kStrips; ++s) {
     if (s) __syncthreads();  // the amaxes of the strip before are read
     cut<T>(t, v[s]);
-    const int32_t amax = column_amax<T>(v[s], sh);
-    if (c < t.cols) atomicMax(args.of_columns + t.lines + beside(t, a, s).k0 + c, amax);
+    share_amaxes<T>(v[s], sh);
+    __syncthreads();
+    if (c < t.cols) atomicMax(args.of_columns + t.lines + beside(t, a, s).k0 + c, column_amax<kWarps, T>(c, 0, sh));
   }
   if (!args.of_rows) return;
   const int32_t amax = row_amax<T>(v);
@@ -103,7 +110,7 @@ bool fits_strips(const StripArgs& s, bool rows) {
   if (!fits_tensor(a) || (a.grad && a.x.cols / 2 % kTile)) return false;
   if (a.grad_stride > kLongestRow || a.groups.rows > kLongestRow) return false;
   if (s.of_columns) return true;
-  return fits_columns(a.col) && (!rows || fits_rows(a.row));
+  return fits_columns(a.col, !rows) && (!rows || fits_rows(a.row, false));
 }
 
 void launch_strips(const StripArgs& a, bool rows, const Where& where) {

@@ -197,6 +197,17 @@ __device__ __forceinline__ int32_t load_acquire(const int32_t* counter) {
 #endif
 }
 
+// Reads what other thread blocks raise, perhaps before they have.
+__device__ __forceinline__ int32_t load_relaxed(const int32_t* raised) {
+#if defined(__CUDACC__)
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(raised) : "memory");
+  return value;
+#else
+  return __atomic_load_n(raised, __ATOMIC_RELAXED);
+#endif
+}
+
 // e^-x and a quotient by the instructions that Triton's compiler picks, so that both give the same bits.
 __device__ __forceinline__ float exp_minus(float x) {
   constexpr float kLog2E = 1.44269504088896340736f;

@@ -169,16 +169,17 @@ bool can_look(const PairArgs& p) {
 // Takes the amaxes asked for and casts by strips; false, and nothing done, where these do not fit. Amaxes of rows and
 // columns are taken in one read; those of rows alone on the way of another cast (panels.cuh), which is left to it.
 bool cast_by_strips(const PairArgs& p, const Where& where) {
-  const auto takes = [](bool has, const QuantizeArgs& q) { return !has || (!q.fixed_scale && !q.noop); };
-  if (p.derived || p.sums || is_computed(p) || !takes(p.has_row, p.row) || !takes(p.has_col, p.col)) return false;
+  if (p.derived || p.sums || is_computed(p)) return false;
   const Matrix x = matrix_of(p);
-  const bool both = p.has_row && p.has_col && is_measured(p.row) && is_measured(p.col);
+  const auto of_lines = [](bool has, const QuantizeArgs& q) { return has && is_measured(q) && q.spec.outer_rows; };
+  const bool both = of_lines(p.has_row, p.row) && of_lines(p.has_col, p.col);
   if (!(p.has_row || p.has_col) || x.rows * x.cols == 0 || (can_look(p) && !both)) return false;
   if (!fits(p, false) && !fits(p, true)) return false;
   const bool swapped = sees_swapped(p, x);
   const bool rows = swapped ? p.has_col : p.has_row, cols = swapped ? p.has_row : p.has_col;
   StripArgs s{};
   s.cast = cast_args(p, x, swapped, false);
+  s.cast.noop = (p.has_row ? p.row : p.col).noop;
   if (!fits_dense_strips(s.cast, rows, cols)) return false;
   if (both) {
     s.of_rows = reinterpret_cast<int32_t*>((swapped ? p.col : p.row).measured);

@@ -7,28 +7,90 @@
 
 namespace mh::cuda {
 
-// The multipliers of the tile's columns; stores scales of blocks.
+// Blocks of 32 elements; the others are as long as the tile.
+__device__ __forceinline__ bool is_fine(const FormatSpec& s) { return s.scale_rule == ScaleRule::e8m0; }
+
+// Raises the histories of delayed scaling to what is cast, and returns the tile's amax where square blocks ask for it.
 template <class T>
-__device__ __forceinline__ void scale_columns(const Direction& d, const Tile& t, const Strip<T>& v,
+__device__ __forceinline__ int32_t look_at_tile(const Direction* row, const Direction* col, const Strip<T>& v,
+                                                StripShared<T>& sh) {
+  const bool squares = (row && is_square(row->spec)) || (col && is_square(col->spec));
+  const bool histories = (row && row->history) || (col && col->history);
+  if (!squares && !histories) return 0;
+  const int32_t mine = warp_amax<T>(v);
+  const bool first = threadIdx.x % kWarp == 0;
+  for (const Direction* d : {row, col}) {
+    if (!first || !d || !d->history) continue;
+    auto* history = reinterpret_cast<int32_t*>(d->history);
+    const int32_t amax = mine > kInfBits ? kNanBits : mine;
+    if (load_relaxed(history) < amax) atomicMax(history, amax);  // most are below what is there
+  }
+  if (!squares) return 0;
+  if (first) sh.most[threadIdx.x / kWarp] = mine;
+  __syncthreads();
+  int32_t all = sh.most[0];
+  MH_UNROLL
+  for (int w = 1; w < kWarps; ++w) all = max_bits(all, sh.most[w]);
+  return all;
+}
+
+// The multipliers of the tile's columns; stores scales of blocks. `of_tile`: of square blocks.
+template <class T>
+__device__ __forceinline__ void scale_columns(const Direction& d, const Tile& t, int32_t of_tile, const Strip<T>& v,
                                               StripShared<T>& sh) {
   const int c = threadIdx.x;
-  const bool blocks = !d.spec.outer_rows;
-  const int32_t amax = blocks ? column_amax(v, sh) : 0;
+  const bool blocks = !is_preset(d.spec), lines = blocks && !is_square(d.spec);
+  if (lines) {
+    share_amaxes<T>(v, sh);
+    __syncthreads();
+  }
+  if (is_fine(d.spec)) {
+    constexpr int kAtOnce = kThreads / kTile;
+    const int column = c % kTile, first = c / kTile;
+    int64_t at = scale_index(d, t, first * kFine, column);
+    MH_UNROLL
+    for (int n = 0; n < kFinesAcross / kAtOnce; ++n, at += kAtOnce * d.scale_step_m) {
+      const int block = first + n * kAtOnce;
+      const int32_t amax = column_amax<kFineWarps, T>(column, block * kFineWarps, sh);
+      const bool store = column < t.cols && block * kFine < t.rows;
+      sh.of_column[block][column] = e8m0_line_scale(d, amax, at, store).mult;
+    }
+    return;
+  }
   if (c >= t.cols) return;
+  const int32_t amax = lines ? column_amax<kWarps, T>(c, 0, sh) : of_tile;
   const OuterScale outer = outer_scale<Kind::fp8>(d, t.lines + t.k0 + c);
-  sh.of_column[c] = line_scale<Kind::fp8>(d, amax, outer, nullptr, scale_index(d, t, 0, c), blocks).mult;
+  const bool store = blocks && (c & (d.spec.block_k - 1)) == 0;
+  sh.of_column[0][c] = line_scale<Kind::fp8>(d, amax, outer, nullptr, scale_index(d, t, 0, c), store).mult;
 }
 
 // The same of a warp's rows.
 template <class T>
-__device__ __forceinline__ void scale_rows(const Direction& d, const Tile& t, const Strip<T> (&v)[1],
+__device__ __forceinline__ void scale_rows(const Direction& d, const Tile& t, int32_t of_tile, const Strip<T> (&v)[1],
                                            StripShared<T>& sh) {
-  const int lane = threadIdx.x % kWarp, i = threadIdx.x / kWarp * kWarpRows + lane;
-  const bool blocks = !d.spec.outer_rows;
-  const int32_t amax = blocks ? row_amax(v) : 0;
-  if (lane < kWarpRows) {
+  const int lane = threadIdx.x % kWarp, i0 = threadIdx.x / kWarp * kWarpRows;
+  const bool blocks = !is_preset(d.spec), lines = blocks && !is_square(d.spec);
+  if (is_fine(d.spec)) {
+    PairAmax<T> amax;
+    amax.most[0] = fine_amaxes<T>(v);
+    const int block = lane / kFineLanes, j = block * kFine;
+    const int first = i0 + fine_row();
+    int64_t at = scale_index(d, t, first, j);
+    MH_UNROLL
+    for (int e = 0; e < 2; ++e, at += d.scale_step_m) {
+      const bool store = first + e < t.rows && j < t.cols;
+      sh.of_row[first + e][block] = e8m0_line_scale(d, e ? amax.hi() : amax.lo(), at, store).mult;
+    }
+  } else {
+    const int32_t amax = lines ? row_amax<T>(v) : of_tile;
+    const int i = i0 + own_row();
     const OuterScale outer = outer_scale<Kind::fp8>(d, t.m0 + min(i, t.rows - 1));
-    sh.of_row[i] = line_scale<Kind::fp8>(d, amax, outer, nullptr, scale_index(d, t, i, 0), blocks && i < t.rows).mult;
+    const bool store = blocks && lane < kWarpRows && i < t.rows && (i & (d.spec.block_m - 1)) == 0;
+    const float mult = line_scale<Kind::fp8>(d, amax, outer, nullptr, scale_index(d, t, i, 0), store).mult;
+    if (lane < kWarpRows) {
+      MH_UNROLL
+      for (int block = 0; block < kFinesAcross; ++block) sh.of_row[i][block] = mult;
+    }
   }
   __syncwarp();
 }
@@ -39,9 +101,10 @@ __device__ __forceinline__ void put_rows(const Direction& d, const Tile& t, cons
   const int64_t pitch = held(d.pitch);
   uint8_t* to = d.codes + (t.m0 + i0) * pitch + t.k0 + j;
   const int rows = j < t.cols ? t.rows - i0 : 0;
+  const float* multipliers = &sh.of_row[i0][j / kFine];
   MH_UNROLL
   for (int r = 0; r < kWarpRows; ++r) {
-    const float mult = sh.of_row[i0 + r];
+    const float mult = multipliers[r * kFinesAcross];
     const Pair<T>(&p)[kLaneCols / 2] = v[r].of;
     const uint32_t codes =
         encode_pair<E>(p[0].lo() * mult, p[0].hi() * mult) | encode_pair<E>(p[1].lo() * mult, p[1].hi() * mult) << 16;
@@ -51,9 +114,9 @@ __device__ __forceinline__ void put_rows(const Direction& d, const Tile& t, cons
 }
 
 template <class E, class T>
-__device__ __forceinline__ void stage_columns(const Strip<T>& v, StripShared<T>& sh) {
+__device__ __forceinline__ void stage_columns(const Direction& d, const Strip<T>& v, StripShared<T>& sh) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const auto* multipliers = reinterpret_cast<const uint4*>(sh.of_column);
+  const auto* multipliers = reinterpret_cast<const uint4*>(sh.of_column[is_fine(d.spec) ? warp / kFineWarps : 0]);
   float mult[kLaneCols];
   const uint4 some = multipliers[lane];
   memcpy(mult, &some, sizeof some);
@@ -83,9 +146,9 @@ __device__ __forceinline__ void put_columns(const Direction& d, const Tile& t, c
 
 // Scales and codes of a warp's rows.
 template <class T>
-__device__ __forceinline__ void cast_strip_rows(const Direction& d, const Tile& t, const Strip<T> (&v)[1],
-                                                StripShared<T>& sh) {
-  scale_rows<T>(d, t, v, sh);
+__device__ __forceinline__ void cast_strip_rows(const Direction& d, const Tile& t, int32_t of_tile,
+                                                const Strip<T> (&v)[1], StripShared<T>& sh) {
+  scale_rows<T>(d, t, of_tile, v, sh);
   d.spec.element == Element::e5m2 ? put_rows<E5M2, T>(d, t, v[0], sh) : put_rows<E4M3, T>(d, t, v[0], sh);
 }
 
@@ -93,7 +156,7 @@ __device__ __forceinline__ void cast_strip_rows(const Direction& d, const Tile& 
 template <class T>
 __device__ __forceinline__ void cast_strip_columns(const Direction& d, const Strip<T>& v, StripShared<T>& sh) {
   __syncthreads();
-  d.spec.element == Element::e5m2 ? stage_columns<E5M2, T>(v, sh) : stage_columns<E4M3, T>(v, sh);
+  d.spec.element == Element::e5m2 ? stage_columns<E5M2, T>(d, v, sh) : stage_columns<E4M3, T>(d, v, sh);
   __syncthreads();
 }
 
@@ -104,12 +167,39 @@ inline bool fits_tensor(const CastArgs& a) {
   return a.x.dtype != Dtype::f32 && a.vector && a.x.cols % kLaneCols == 0 && a.x.row_stride <= kLongestRow;
 }
 
-inline bool has_strip_scales(const FormatSpec& s) {
-  return s.scale_rule == ScaleRule::fp32 && (s.outer_rows || s.block_m * s.block_k == kTile);
-}
+// Scales that strips are cast with. `along`, `across`: the extents of a block along the contraction and across it, 0
+// for the tensor's own. `rows`, `columns`, `pairs`: whether rows alone, columns alone and one beside the other are cast so.
+struct StripScales {
+  ScaleRule rule;
+  int along, across;
+  bool rows, columns, pairs;
 
-// Whether a direction can be written from strips.
-inline bool fits_rows(const Direction& d) { return has_strip_scales(d.spec) && !d.transposed && d.width >= kLaneCols; }
-inline bool fits_columns(const Direction& d) { return has_strip_scales(d.spec) && d.transposed && d.width == kVector; }
+  bool are_of(const Direction& d) const {
+    const FormatSpec& s = d.spec;
+    const int own_along = s.axis ? s.block_m : s.block_k, own_across = s.axis ? s.block_k : s.block_m;
+    return s.scale_rule == rule && own_along == along && own_across == across;
+  }
+};
+
+constexpr StripScales kStripScales[] = {
+    {ScaleRule::fp32, 128, 1, true, true, true},    // fp8_block
+    {ScaleRule::fp32, 0, 1, true, true, true},      // fp8_rowwise
+    {ScaleRule::e8m0, 32, 1, true, true, true},     // mxfp8
+    {ScaleRule::fp32, 0, 0, true, true, true},      // fp8_current, fp8_delayed
+    {ScaleRule::fp32, 128, 128, true, true, true},  // fp8_block:2d
+};
+
+// Whether a direction can be written from strips, and is.
+inline bool has_strip_scales(const Direction& d, bool StripScales::*as) {
+  for (const StripScales& s : kStripScales)
+    if (s.are_of(d)) return s.*as;
+  return false;
+}
+inline bool fits_rows(const Direction& d, bool alone) {
+  return has_strip_scales(d, alone ? &StripScales::rows : &StripScales::pairs) && !d.transposed && d.width >= kLaneCols;
+}
+inline bool fits_columns(const Direction& d, bool alone) {
+  return has_strip_scales(d, alone ? &StripScales::columns : &StripScales::pairs) && d.transposed && d.width == kVector;
+}
 
 }  // namespace mh::cuda

@@ -209,22 +209,36 @@ void cast_groups(Buffers& buffers) {
   cuda::quantize(p, kHere);
 }
 
-// Rows and columns of a tensor of 16 bits in FP8 with FP32 scales of 128 or of whole lines, or one of both.
+// FP8 as strips cast it, along one axis: scales of 128, of 128 x 128 and of 32 elements, of whole lines and of the tensor.
+FormatSpec random_strip_format(int axis) {
+  enum { kBlocks, kSquares, kFine, kLines, kTensor } const of = static_cast<decltype(kBlocks)>(rng() % 5);
+  const int along = of == kBlocks || of == kSquares ? 128 : (of == kFine ? 32 : 0);
+  const int across = of == kSquares ? 128 : (of == kTensor ? 0 : 1);
+  const Element element = one_in(2) ? Element::e4m3 : Element::e5m2;
+  const ScaleRule rule = of == kFine ? ScaleRule::e8m0 : ScaleRule::fp32;
+  const int block_m = axis ? along : across, block_k = axis ? across : along;
+  return {element, rule, axis, block_m, block_k, true, 0.0f, of == kLines, false, false};
+}
+
+// Rows and columns of a tensor of 16 bits as strips cast them, or one of both.
 void cast_dense(Buffers& buffers) {
   constexpr int64_t kShapes[][2] = {{256, 128}, {144, 272}, {400, 132}, {16, 8}, {130, 136}, {48, 1040}};
   const auto& shape = kShapes[rng() % 6];
   const int64_t pitch = (shape[1] + 7) / 8 * 8 + (one_in(2) ? 8 : 0);
   const Dtype dtype = one_in(2) ? Dtype::bf16 : Dtype::f16;
   const Matrix x{random_rows(buffers, shape[0], pitch), dtype, shape[0], shape[1], pitch, 1};
+  const int32_t* noop = nullptr;
+  if (one_in(4)) {
+    int32_t* flag = buffers.get<int32_t>(1);
+    *flag = one_in(4), noop = flag;
+  }
   PairArgs p{};
   p.has_row = !one_in(4), p.has_col = !p.has_row || !one_in(4);
   for (int axis = 0; axis < 2; ++axis) {
-    const bool whole = one_in(2);
-    const int along = whole ? 0 : kPanelRows;
-    const Element element = one_in(2) ? Element::e4m3 : Element::e5m2;
-    const int block_m = axis ? along : 1, block_k = axis ? 1 : along;
-    const FormatSpec spec{element, ScaleRule::fp32, axis, block_m, block_k, true, 0.0f, whole, false, false};
-    if (axis ? p.has_col : p.has_row) (axis ? p.col : p.row) = random_cast(buffers, spec, x, axis && !one_in(4));
+    if (!(axis ? p.has_col : p.has_row)) continue;
+    QuantizeArgs& a = axis ? p.col : p.row;
+    a = random_cast(buffers, random_strip_format(axis), x, axis && !one_in(4));
+    a.noop = noop;
   }
   p.row.x = x;
   cuda::quantize(p, kHere);

@@ -32,8 +32,8 @@ sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / folde
 from build import build_codes, build_module  # noqa: E402
 from linear_cases import recipe  # noqa: E402
 from test_cast_pair import (  # noqa: E402
-    FORMATS, LAYOUTS, SHAPES, STRIP_FORMATS, assert_same, check_strips, empty, lay_out, new_rng, new_states, panel_sums,
-    strip_cases,
+    FORMATS, LAYOUTS, NOOP_PAIRS, SHAPES, STRIP_FORMATS, assert_same, check_noop, check_strips, empty, lay_out, new_rng,
+    new_states, panel_sums, strip_cases,
 )  # fmt: skip
 from test_decode_operands import check_every_pair, check_factors, check_pair  # noqa: E402
 from test_node import Library, layers, results  # noqa: E402
@@ -55,7 +55,9 @@ def test_codes_of_fp4(tmp_path):
     assert found.returncode == 0, found.stdout
 
 
-def cast_emulated(module, outs, x, states, rng, derived=False, sums=None, gate=None, grad=None, amaxes=(None, None)):
+def cast_emulated(
+    module, outs, x, states, rng, derived=False, sums=None, gate=None, grad=None, amaxes=(None, None), noop=None
+):
     """`storage.cast_pair` through the emulated extension; an output that is None is left out."""
     sides, copies, keep = [], [], []
     for out, state, amax in zip(outs, states, amaxes):
@@ -71,7 +73,7 @@ def cast_emulated(module, outs, x, states, rng, derived=False, sums=None, gate=N
     words = rng.words(x.shape[1])
     address = [kernels._ptr(t) for t in (sums, gate, words, rng.row_ids)]
     of_grad = () if grad is None else (grad.data_ptr(), grad.stride(0))
-    module.quantize_pair(*sides, *kernels._matrix(x), derived, *address, 0, 0, 0, *of_grad)
+    module.quantize_pair(*sides, *kernels._matrix(x), derived, *address, kernels._ptr(noop), 0, 0, *of_grad)
 
 
 @pytest.mark.parametrize("row", FORMATS)
@@ -92,11 +94,19 @@ def test_every_pair(emulated, row):
 
 
 @pytest.mark.parametrize("row", STRIP_FORMATS)
-def test_rows_and_columns_of_fp32_scales(emulated, row):
+def test_rows_and_columns_in_registers(emulated, row):
     for x, names, amaxes, transposed in strip_cases(row):
-        outs = [n and empty(n, d, x, t) for n, d, t in zip(names, DIRECTIONS, transposed)]
-        cast_emulated(emulated, outs, x, (None, None), new_rng("cpu", *x.shape), amaxes=amaxes)
-        check_strips(x, names, amaxes, transposed, outs)
+        outs, states = [n and empty(n, d, x, t) for n, d, t in zip(names, DIRECTIONS, transposed)], new_states(names, "cpu")
+        cast_emulated(emulated, outs, x, states, new_rng("cpu", *x.shape), amaxes=amaxes)
+        check_strips(x, names, amaxes, transposed, outs, states)
+
+
+@pytest.mark.parametrize("names", NOOP_PAIRS)
+def test_noop_in_registers(emulated, names):
+    def run(outs, x, states, noop):
+        cast_emulated(emulated, outs, x, states, new_rng("cpu", *x.shape), noop=noop)
+
+    check_noop(names, "cpu", run)
 
 
 @pytest.mark.parametrize("row", [f for f in FORMATS if "sr" not in f])

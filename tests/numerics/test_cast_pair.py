@@ -30,9 +30,10 @@ PAIRS = tuple(itertools.product(FORMATS, FORMATS))
 # whole tiles; ragged against every block, K a multiple of 16 and of 8 bytes; odd everywhere
 SHAPES = ((256, 128), (145, 272), (130, 136), (67, 35))
 LAYOUTS = ("contiguous", "transposed", "slice", "step")
-# FP8 with FP32 scales of 128 or of whole lines, whose casts hold 16-bit tensors in registers; tiles cut by M, by K, by
-# both, rows that are not whole 16 bytes, M that is no multiple of 16, and nothing at all
-STRIP_FORMATS = (None, "fp8_block_e4m3", "fp8_rowwise_e5m2", "fp8_block_e5m2", "fp8_rowwise_e4m3")
+# formats of casts that hold 16-bit tensors in registers: every kind of FP8 scales; tiles cut by M, by K, by both, rows
+# that are not whole 16 bytes, M that is no multiple of 16, and nothing at all
+STRIP_FORMATS = (None, "fp8_block_e4m3", "mxfp8_e4m3", "fp8_rowwise_e5m2", "fp8_delayed_e4m3", "fp8_block_e5m2",
+                 "mxfp8_e5m2", "fp8_current_e5m2", "fp8_block_e4m3:2d", "fp8_rowwise_e4m3")  # fmt: skip
 STRIP_SHAPES = ((256, 128), (144, 272), (400, 132), (16, 8), (130, 136), (0, 64), (64, 0))
 
 
@@ -68,8 +69,9 @@ def strip_cases(row):
             x = lay_out(x, layout)
         amaxes = [None, None]
         for d, name in enumerate((row, col)):
-            if name and "rowwise" in name and turn // (3 + d) % 3 == 0:
-                amaxes[d] = torch.rand(shape[d], generator=torch.Generator().manual_seed(turn)) + 0.5
+            size = parse_format(name).amax_shape(*shape, DIRECTIONS[d]) if name else None
+            if size is not None and "delayed" not in name and turn // (3 + d) % 3 == 0:
+                amaxes[d] = torch.rand(size, generator=torch.Generator().manual_seed(turn)) + 0.5
         if row or col:
             yield x, (row, col), amaxes, (turn % 7 == 0, turn % 5 != 0)
 
@@ -82,24 +84,46 @@ def lay_out_again(x, device):
     return there.copy_(x)
 
 
-def check_strips(x, names, amaxes, transposed, outs):
-    """`outs` of one call against the CPU's of a direction at a time."""
+def check_strips(x, names, amaxes, transposed, outs, states):
+    """`outs` and histories of one call against the CPU's of a direction at a time."""
     what = f"{names} {tuple(x.shape)} {x.stride()} {x.dtype} {transposed}"
-    for out, name, direction, amax, turned in zip(outs, names, DIRECTIONS, amaxes, transposed):
+    for out, name, direction, amax, turned, state in zip(outs, names, DIRECTIONS, amaxes, transposed, states):
         if name:
-            expected = cast(x, parse_format(name), direction, amax=amax, transposed=turned)
+            (own,) = new_states([name], "cpu")
+            expected = cast(x, parse_format(name), direction, amax=amax, state=own, transposed=turned)
             assert_same(out, expected, f"{what} {direction}")
+            if own is not None:
+                assert_bitwise_equal(state.history, own.history, f"{what} {direction}: history", any_nan=True)
 
 
 def check_strip_cases(row, device) -> int:
     """Every case by one call on `device`; their number."""
     cases = list(strip_cases(row))
     for x, names, amaxes, transposed in cases:
-        there = lay_out_again(x, device)
+        there, states = lay_out_again(x, device), new_states(names, device)
         outs = [n and empty(n, d, there, t) for n, d, t in zip(names, DIRECTIONS, transposed)]
-        cast_pair(*outs, there, amax=[None if a is None else a.to(device) for a in amaxes])
-        check_strips(x, names, amaxes, transposed, outs)
+        cast_pair(*outs, there, amax=[None if a is None else a.to(device) for a in amaxes], state=states)
+        check_strips(x, names, amaxes, transposed, outs, states)
     return len(cases)
+
+
+NOOP_PAIRS = (("mxfp8_e4m3", "fp8_delayed_e4m3"), ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
+              ("fp8_block_e4m3:2d", "fp8_current_e4m3"))  # fmt: skip
+
+
+def check_noop(names, device, run):
+    """`run(outs, x, states, noop)` writes nothing, amaxes and histories neither, where the flag is set; else it casts."""
+    x = cast_input(make_input("normal", (144, 272)), "bfloat16").to(device)
+    for flag in (0, 1):
+        outs, states = [empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)], new_states(names, device)
+        before = [b.clone() for o in outs for b in o.buffers().values()]
+        run(outs, x, states, torch.tensor(flag, dtype=torch.int32, device=device))
+        if not flag:
+            check_strips(x.cpu(), names, (None, None), (False, True), outs, states)
+            continue
+        for kept, now in zip(before, (b for o in outs for b in o.buffers().values()), strict=True):
+            assert torch.equal(kept.view(-1).view(torch.uint8), now.view(-1).view(torch.uint8))
+        assert all(s is None or (s.history == 0.125).all() for s in states)
 
 
 def new_states(formats, device):
@@ -107,7 +131,7 @@ def new_states(formats, device):
     states = []
     for name in formats:
         state = None
-        if parse_format(name).is_stateful:
+        if name and parse_format(name).is_stateful:
             state = DelayedState(torch.full((), 0.7, device=device), torch.full((4,), 0.125, device=device))
         states.append(state)
     return states
@@ -173,9 +197,15 @@ def test_every_pair(device, row):
 
 @on_devices
 @pytest.mark.parametrize("row", STRIP_FORMATS)
-def test_rows_and_columns_of_fp32_scales(device, row):
-    """Amaxes known and not, rows apart, cut tiles, empty tensors; either direction alone too."""
+def test_rows_and_columns_in_registers(device, row):
+    """Amaxes known, not known and collected, rows apart, cut tiles, empty tensors; either direction alone too."""
     check_strip_cases(row, device)
+
+
+@on_devices
+@pytest.mark.parametrize("names", NOOP_PAIRS)
+def test_noop_in_registers(device, names):
+    check_noop(names, device, lambda outs, x, states, noop: cast_pair(*outs, x, state=states, noop=noop))
 
 
 @on_devices
