@@ -16,35 +16,43 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint_file import RECORD
-from ..recipe import Recipe
+from ..recipe import QUANTIZED, Recipe
 from ..recipe_grammar import CHOICES
 from .errors import UserError
+from .modules import enumerate_modules
+from .planning import living
 
 _SHORT = 12
+_LIVING = "living"
 _CHECKPOINT = re.compile(r"iter_(\d{7})")
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads")  # others have the same names of parameters
 
 
-def record(args, recipe: Recipe) -> None:
-    """Put the recipe where checkpoints are written from."""
-    setattr(args, RECORD, json.dumps({"fingerprint": recipe.fingerprint, "recipe": recipe.to_dict()}, sort_keys=True))
+def record(args, recipe: Recipe, config) -> None:
+    """Put the recipe where checkpoints are written from. Of a function, whose name is all there is, also which weights
+    live quantized."""
+    found = {"fingerprint": recipe.fingerprint, "recipe": recipe.to_dict()}
+    if recipe.weights == QUANTIZED and found["recipe"].get("callable"):
+        found[_LIVING] = living(recipe, config, own_head=_has_own_head(args))
+    setattr(args, RECORD, json.dumps(found, sort_keys=True))
 
 
-def record_in_run(recipe: Recipe) -> None:
+def record_in_run(recipe: Recipe, config) -> None:
     """`record` and `check_resume` for scripts that only name a spec; nothing is left to do for ours."""
     args = run_args()
     if args is None or getattr(args, RECORD, None) is not None:
         return
-    for line in check_resume(args, recipe):
+    for line in check_resume(args, recipe, config):
         _print_rank_0(line)
-    record(args, recipe)
+    record(args, recipe, config)
 
 
-def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
+def check_resume(args, recipe: Recipe, config, *, switch: bool = False) -> list[str]:
     """Compare with the recipe in the checkpoint that this run will load. Returns notes to print.
 
     Raises `UserError` when it is another one, unless ``switch``, or ``--finetune``, which starts a new run; and for a
-    checkpoint of another model's sizes, or of another learning-rate schedule, which Megatron would refuse in a traceback.
+    checkpoint of another model's sizes, of another learning-rate schedule or with other weights that live quantized,
+    which Megatron would refuse in a traceback. config: the model's, with what says which layers have how many experts.
     """
     from megatron.training.checkpointing import checkpoint_exists
 
@@ -56,6 +64,7 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
     found = _record_of(saved)
     ours = _describe(recipe.name, recipe.fingerprint)
     if found is None:
+        check_masters(args, saved, recipe, config)
         return [f"note: the checkpoint in {args.load} records no recipe; it goes on with {ours}"]
     if found["fingerprint"] == recipe.fingerprint:
         if recipe.to_dict().get("callable"):
@@ -63,7 +72,7 @@ def check_resume(args, recipe: Recipe, *, switch: bool = False) -> list[str]:
         return []
     theirs = _describe(found["recipe"].get("name", "unnamed"), found["fingerprint"])
     if switch or args.finetune:
-        check_masters(args, saved, recipe)
+        check_masters(args, saved, recipe, config)
         return [f"note: the checkpoint in {args.load} was trained with {theirs}; it goes on with {ours}"]
     raise UserError(
         f"the checkpoint in {args.load} was trained with {theirs}, this run has {ours}; "
@@ -121,18 +130,51 @@ def check_sizes(args, saved) -> None:
             raise UserError(f"the checkpoint in {args.load} is of another model: {flag} {theirs}, this run has {flag} {ours}")
 
 
-def check_masters(args, saved, ours: Recipe) -> None:
-    """Refuse an optimizer's state that lies as its buffers did, where weights lived otherwise: Megatron keeps those that
-    live quantized in a buffer of their own."""
-    before, now = _record_of(saved)["recipe"].get("weights", CHOICES["weights"][0]), ours.weights
-    free = args.use_megatron_fsdp or getattr(saved, "dist_ckpt_optim_fully_reshardable", False)
-    fixed = args.use_distributed_optimizer and (args.ckpt_format == "torch" or not free)
-    if fixed and before != now and loads_optimizer(args):
-        raise UserError(
-            f"the checkpoint in {args.load} has the optimizer's state of `weights: {before}`, this run has `weights: {now}`: "
-            "it can go from one to the other where it was saved in --ckpt-format torch_dist with "
-            f"--dist-ckpt-optim-fully-reshardable; add --no-load-optim, or go on with `weights: {before}` and save it so"
-        )
+def check_masters(args, saved, ours: Recipe, config) -> None:
+    """Refuse an optimizer's state that lies as its buffers did, where other weights lived quantized: Megatron keeps these
+    in buffers of their own. A checkpoint without a record has none such."""
+    lies_as_it_did = args.ckpt_format == "torch" or getattr(saved, "dist_ckpt_optim_fully_reshardable", None) is False
+    if args.use_megatron_fsdp or not (args.use_distributed_optimizer and lies_as_it_did and loads_optimizer(args)):
+        return
+    found = _record_of(saved)
+    kind = CHOICES["weights"][0] if found is None else found["recipe"].get("weights", CHOICES["weights"][0])
+    before, now = _living_then(found, args, saved, config), living(ours, config, own_head=_has_own_head(args))
+    roles = enumerate_modules(config)
+    changed = next((role for role in roles if _lives(role, before) != _lives(role, now)), None)
+    if kind != ours.weights and (before is None or changed is not None):
+        then, here, go_on = f"`weights: {kind}`", f"`weights: {ours.weights}`", f"`weights: {kind}`"
+        then += " (it records no recipe)" if found is None else ""
+    elif before is not None and changed is not None:
+        then, here = ("quantized" if _lives(changed, of) else "in high precision" for of in (before, now))
+        then, here, go_on = f"a weight of {changed.label} that lives {then}", f"one that lives {here}", "its recipe"
+    else:
+        return
+    raise UserError(
+        f"the checkpoint in {args.load} has the optimizer's state of {then}, this run has {here}: "
+        "it can go from one to the other where it was saved in --ckpt-format torch_dist with "
+        f"--dist-ckpt-optim-fully-reshardable; add --no-load-optim, or go on with {go_on} and save it so"
+    )
+
+
+def _living_then(found: dict | None, args, saved, config) -> dict | None:
+    """`living` of the recipe in a checkpoint; None where that cannot be known: of a function that did not say, and of
+    a model whose layers are counted otherwise."""
+    if found is None or found["recipe"].get("weights") != QUANTIZED:
+        return {}
+    if getattr(saved, "hybrid_layer_pattern", None) != args.hybrid_layer_pattern:
+        return None
+    if found["recipe"].get("callable"):
+        return found.get(_LIVING)
+    return living(Recipe.from_dict(found["recipe"]), config, own_head=_has_own_head(saved))
+
+
+def _lives(role, found: dict | None) -> bool:
+    return role.expert in (found or {}).get(role.name, ())
+
+
+def _has_own_head(args) -> bool:
+    """Whether the output layer's weight is a parameter besides the embedding's: always, where it is on another stage."""
+    return bool(args.untie_embeddings_and_output_weights) or args.pipeline_model_parallel_size > 1
 
 
 def loads_optimizer(args) -> bool:

@@ -85,6 +85,19 @@ def plan_model(
     }
 
 
+def living(recipe: Recipe, config, *, own_head: bool = True) -> dict[str, list[int | None]]:
+    """The linears of the whole model whose weights live quantized, by name: the numbers of those of their experts that do,
+    None for a linear that is no expert's. own_head: whether the output layer has a weight of its own."""
+    found: dict[str, list[int | None]] = {}
+    for role in enumerate_modules(config) if recipe.weights == QUANTIZED else ():
+        if role.module_type == DPA or (role.lm_head and not own_head):
+            continue
+        row, column, _ = recipe.resolve(role).quantizer(WEIGHT)
+        if row.is_quantized or column.is_quantized:
+            found.setdefault(role.name, []).append(role.expert)
+    return found
+
+
 def plans_by_step(recipe: Recipe, config, device, shape: ModelShape | None = None) -> dict[int, dict[str, GemmPlan]]:
     """`plan_model` at the first step and at every one from which other rules hold."""
     steps = (1, *recipe.change_steps())

@@ -65,12 +65,12 @@ def after_validation(args, recipe: Recipe) -> None:
             check_strict(plans, shape.rows_of_a_rank)
     validation.check_outputs(args)
     lines = summary(recipe, at_step, shape.rows_of_a_rank)
-    for line in (*lines, *checkpoint.check_resume(args, recipe, switch=args.hq_switch_recipe)):
+    for line in (*lines, *checkpoint.check_resume(args, recipe, config, switch=args.hq_switch_recipe)):
         _say(args, line)
     for line in recipe.late_rules(args.train_iters or math.inf):
         _say(args, f"warning: {line}")
     _write_record(args, recipe, lines, device)
-    checkpoint.record(args, recipe)
+    checkpoint.record(args, recipe, config)
     recipes.register(args.hq_recipe, spec)
     args.spec = [validation.RECIPES_MODULE, args.hq_recipe]
     if args.hq_metrics_file:

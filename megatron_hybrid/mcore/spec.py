@@ -202,7 +202,7 @@ class HybridLayerSpec:
         recipe = self.recipe_for(config)
         graphs.configure(config)
         config.quant_recipe = carry(recipe)
-        checkpoint.record_in_run(recipe)
+        checkpoint.record_in_run(recipe, config)
         parts = choose(config, self.fused)
         parts.prepare(config)
         hooks = model_config.pre_wrap_hooks  # in this order: the driver finds the output layer quantized

@@ -12,7 +12,20 @@ import sys
 import pytest
 import torch
 from function_recipe import WIDE
-from mcore_cases import ITERATIONS, LAUNCHER, MOCK, MODEL, SCRIPT, STOCK, TP2, Case, assert_ended, metrics, run_cases
+from mcore_cases import (
+    ITERATIONS,
+    LAUNCHER,
+    MOCK,
+    MODEL,
+    SCRIPT,
+    STOCK,
+    STOCK_FLAGS,
+    TP2,
+    Case,
+    assert_ended,
+    metrics,
+    run_cases,
+)
 
 import megatron_hybrid as mh
 
@@ -47,6 +60,8 @@ FP16 += ["--initial-loss-scale", str(2**23), "--loss-scale-window", "100", "--hy
 FSDP = ["--use-megatron-fsdp", "--ckpt-format", "fsdp_dtensor"]
 FSDP2 = ["--use-torch-fsdp2", "--ckpt-format", "torch_dist"]
 SHARDED = {"fsdp": (FSDP, MODEL), "fsdp2": (FSDP2, WITHOUT)}  # a load in place, before any forward
+OTHERS = ["--load", "{folder}/lives32_torch_saved", "--hq-switch-recipe"]
+UNRECORDED = [*TORCH, "--load", "{folder}/stock_saved"]
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --expert-model-parallel-size 2".split()
 
 
@@ -120,7 +135,13 @@ CASES = [
     run("function_narrow", "narrow", *loaded("function"), "--hq-switch-recipe", script=BESIDE_RECIPE),
     run("wide_narrow", "wide_narrow", script=BESIDE_RECIPE),
     *in_torch_format("experts", *EXPERTS, recipe="lives32"),
+    run("others", "lives_but_one", *TORCH, *OTHERS),
+    run("others_weights_alone", "lives_but_one", *TORCH, *OTHERS, *FRESH),
+    Case("stock", [STOCK, *STOCK_FLAGS, *MODEL, *MOCK, *TORCH, *saved("stock"), "--exit-interval", str(MIDDLE)], patches=True),
+    run("unrecorded", "lives32", *UNRECORDED),
+    run("unrecorded_weights_alone", "lives32", *UNRECORDED, "--no-load-optim", "--no-load-rng"),
 ]
+REFUSED = ("without", "others", "unrecorded")
 
 
 @pytest.fixture(scope="module")
@@ -138,6 +159,8 @@ def runs(tmp_path_factory):
     for name, fields in (("", LIVES), ("_gathers", RECIPES["gathers"]), ("_plain", {}), ("_rounded", RECIPES["lives"])):
         delayed = {**mh.Recipe.load("fp8_delayed").to_dict(), **fields}
         (folder / f"delayed{name}.json").write_text(json.dumps(delayed))
+    one = {"match": {"name": "*.1.mlp.linear_fc1"}, "use": "high_precision"}
+    (folder / "lives_but_one.json").write_text(json.dumps({**base, **LIVES, "rules": [one, *base.get("rules", [])]}))
     (folder / "bf16.json").write_text(json.dumps(mh.Recipe.load("bf16").to_dict()))
     defaults = dict(CHANGES)
     for name in ("delayed", "mixed"):
@@ -166,7 +189,7 @@ def numbers(runs, name: str) -> dict[int, dict]:
     return {i: {k: v for k, v in entry.items() if k not in ("ms", "grad_norm")} for i, entry in found.items()}
 
 
-@pytest.mark.parametrize("name", [case.name for case in CASES if case.name != "without"])
+@pytest.mark.parametrize("name", [case.name for case in CASES if case.name not in REFUSED])
 def test_runs_to_the_end(runs, name):
     assert_ended(runs[1][name])
 
@@ -321,6 +344,23 @@ def test_files_hold_bf16_weights(runs):
     weights = {k: v.properties.dtype for k, v in found.items() if k.endswith("linear_fc1.weight") and "optimizer" not in k}
     assert weights and set(weights.values()) == {torch.bfloat16}, list(found)
     assert not any(b"rebuild_hybrid" in file.read_bytes() for file in folder.glob("*.distcp"))
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("others", "of a weight of 'decoder.layers.1.mlp.linear_fc1' that lives quantized, this run has one that lives in high"),
+        ("unrecorded", "of `weights: high_precision` (it records no recipe), this run has `weights: quantized`"),
+    ],
+)
+def test_an_optimizers_state_of_other_weights_is_refused_by_every_rank(runs, name, words):
+    """Before training, in one line; the weights alone are welcome."""
+    case = runs[1][name]
+    assert case.exit == [2, 2]
+    for output in case.output:
+        assert "Traceback" not in output and "iteration" not in output
+    assert f"the optimizer's state {words}" in case.output[0]
+    assert sorted(numbers(runs, f"{name}_weights_alone")) == list(range(MIDDLE + 1, ITERATIONS + 1))
 
 
 def test_without_masters_it_is_refused(runs):

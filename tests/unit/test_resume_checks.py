@@ -7,6 +7,7 @@ import pytest
 import megatron_hybrid as mh
 from megatron_hybrid.mcore.checkpoint import check_masters, check_schedule, check_sizes, nothing_to_load, record
 from megatron_hybrid.mcore.errors import UserError
+from megatron_hybrid.recipe_callable import CallableRecipe
 
 
 def arguments(**changes):
@@ -59,24 +60,122 @@ def test_the_same_schedule_goes_on_however_it_is_given():
     check_schedule(arguments(), None)
 
 
-def test_the_optimizers_state_of_weights_that_live_otherwise_is_refused_where_it_lies_as_its_buffers_did():
-    def check(before, now, *, reshardable=False, **changes):
-        saved = arguments(dist_ckpt_optim_fully_reshardable=reshardable)
-        record(saved, before)
-        run = {"ckpt_format": "torch_dist", "use_distributed_optimizer": True, "use_megatron_fsdp": False}
-        check_masters(arguments(**run | changes), saved, now)
+CONFIG = SimpleNamespace(
+    num_layers=4, num_moe_experts=4, moe_layer_freq=2, moe_shared_expert_intermediate_size=None,
+    hybrid_layer_pattern=None,
+)  # fmt: skip
+KINDS = ({}, {"ckpt_format": "torch"}, {"ckpt_format": "torch", "reshardable": True})  # state that lies as its buffers did
+FREE = ({"no_load_optim": True}, {"finetune": True}, {"use_distributed_optimizer": False}, {"use_megatron_fsdp": True},
+        {"reshardable": True})  # fmt: skip
 
+
+def check_weights(before, now, *, reshardable=False, untied=True, **changes):
+    """before: the recipe in the checkpoint, or None; now: the run's."""
+    saved = arguments(untie_embeddings_and_output_weights=untied, pipeline_model_parallel_size=1)
+    saved.dist_ckpt_optim_fully_reshardable = reshardable
+    if before is not None:
+        record(saved, before, CONFIG)
+    run = {"ckpt_format": "torch_dist", "use_distributed_optimizer": True, "use_megatron_fsdp": False,
+           "untie_embeddings_and_output_weights": untied, "pipeline_model_parallel_size": 1}  # fmt: skip
+    check_masters(arguments(**run | changes), saved, now, CONFIG)
+
+
+def living_recipe(*rules, **fields):
+    """MXFP8 weights that live quantized, but for what (match, use) say."""
+    rules = [{"match": match, "use": use} for match, use in rules]
+    return mh.Recipe.from_dict(mh.Recipe.load("mxfp8").to_dict() | {"weights": "quantized", "rules": rules} | fields)
+
+
+def test_the_optimizers_state_of_weights_that_live_otherwise_is_refused_where_it_lies_as_its_buffers_did():
     high = mh.Recipe.load("mxfp8")
     lives = high.with_weights("quantized")
     for before, now in ((high, lives), (lives, high)):
         words = f"state of `weights: {before.weights}`, this run has `weights: {now.weights}`.*--no-load-optim"
-        for changes in ({}, {"ckpt_format": "torch"}, {"ckpt_format": "torch", "reshardable": True}):
+        for changes in KINDS:
             with pytest.raises(UserError, match=words):
-                check(before, now, **changes)
-            check(now, now, **changes)
-        for field in ({"no_load_optim": True}, {"use_distributed_optimizer": False}, {"use_megatron_fsdp": True}):
-            check(before, now, **field)
-        check(before, now, reshardable=True)
+                check_weights(before, now, **changes)
+            check_weights(now, now, **changes)
+        for field in FREE:
+            check_weights(before, now, **field)
+
+
+@pytest.mark.parametrize(
+    "match, label",
+    [
+        ({"layers": "last:1"}, "'decoder.layers.3.self_attention.linear_qkv'"),
+        ({"name": "*.linear_fc2", "layers": "2"}, "'decoder.layers.1.mlp.linear_fc2'"),
+        ({"name": "*.experts.linear_fc1", "experts": "2:"}, "'decoder.layers.0.mlp.experts.linear_fc1', expert 2"),
+    ],
+)
+def test_other_linears_that_live_quantized_are_refused_naming_the_first(match, label):
+    all_of_them, but_some = living_recipe(), living_recipe((match, "high_precision"))
+    formats_apart = living_recipe((match, "nvfp4"))
+    for changes in KINDS:
+        with pytest.raises(UserError) as caught:
+            check_weights(all_of_them, but_some, **changes)
+        words = f"state of a weight of {label} that lives quantized, this run has one that lives in high precision: "
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+        words = f"of {label} that lives in high precision, this run has one that lives quantized"
+        with pytest.raises(UserError, match=words):
+            check_weights(but_some, all_of_them, **changes)
+        check_weights(all_of_them, formats_apart, **changes)
+    for field in FREE:
+        check_weights(all_of_them, but_some, **field)
+
+
+def test_rules_on_steps_do_not_count_and_nothing_lives_where_nothing_is_quantized():
+    """Weights live as the rules without steps say; `weights: quantized` over high precision alone is no difference."""
+    check_weights(living_recipe(), living_recipe(({"steps": "5:"}, "nvfp4")))
+    none = living_recipe(({"name": "*"}, "high_precision"))
+    check_weights(none, mh.Recipe.load("bf16"))
+    check_weights(mh.Recipe.load("bf16"), none)
+
+
+def test_an_output_layer_that_shares_the_embeddings_weight_has_none_that_lives():
+    head, no_head = living_recipe(lm_head=True), living_recipe()
+    with pytest.raises(UserError, match="of 'output_layer' that lives quantized, this run has one that lives in high"):
+        check_weights(head, no_head)
+    check_weights(head, no_head, untied=False)
+    with pytest.raises(UserError, match="'output_layer'"):  # on a stage of its own it has one
+        check_weights(no_head, head, untied=False, pipeline_model_parallel_size=2)
+
+
+def test_a_checkpoint_without_a_record_has_weights_in_high_precision():
+    """Megatron's own, or of a run before this package."""
+    lives = living_recipe()
+    for changes in KINDS:
+        words = "state of `weights: high_precision` \\(it records no recipe\\), this run has `weights: quantized`"
+        with pytest.raises(UserError, match=words):
+            check_weights(None, lives, **changes)
+        check_weights(None, mh.Recipe.load("mxfp8"), **changes)
+    for field in FREE:
+        check_weights(None, lives, **field)
+    saved = SimpleNamespace()  # older ones, whose state is laid out by names
+    run = arguments(ckpt_format="torch_dist", use_distributed_optimizer=True, use_megatron_fsdp=False)
+    check_masters(run, saved, lives, CONFIG)
+
+
+def by_name(role):
+    return mh.HybridQuantizer("mxfp8_e4m3", "mxfp8_e4m3") if "fc1" in role.name else None
+
+
+def test_a_function_says_which_weights_lived_quantized():
+    """Its record has its name, and those."""
+    one = CallableRecipe(by_name, weights="quantized")
+    other = CallableRecipe(lambda role: None if "fc1" in role.name else by_name(role), weights="quantized")
+    same = [({"name": name}, "high_precision") for name in ("*self_attention*", "*fc2")]
+    check_weights(one, living_recipe(*same))
+    words = "'decoder.layers.0.mlp.experts.linear_fc1', expert 0 that lives quantized, this run has one that lives in hi"
+    with pytest.raises(UserError, match=words):
+        check_weights(one, other)
+
+
+def test_of_layers_that_are_counted_otherwise_only_the_kind_of_weights_is_compared():
+    """A GPT that goes on as a hybrid model."""
+    lives, some = living_recipe(), living_recipe(({"layers": "1"}, "high_precision"))
+    check_weights(lives, some, hybrid_layer_pattern="*-*-")
+    with pytest.raises(UserError, match="state of `weights: quantized`, this run has `weights: high_precision`"):
+        check_weights(lives, mh.Recipe.load("mxfp8"), hybrid_layer_pattern="*-*-")
 
 
 class TestNothingToLoad:
