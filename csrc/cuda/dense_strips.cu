@@ -14,9 +14,8 @@ __device__ __forceinline__ void load_tile(const StripArgs& args, const Tile& t, 
   cut<T>(t, v[0]);
 }
 
-// With rows beside columns, 64 registers are a few too few.
 template <class T, bool kRows, bool kCols>
-__global__ void __launch_bounds__(kThreads, (kRows && kCols ? 3 : 4))
+__global__ void __launch_bounds__(kThreads, (kCastBlocks<T, kRows && kCols>))
     cast_dense(const __grid_constant__ StripArgs args) {
   __shared__ StripShared<T> shared;
   StripShared<T>& sh = *held_shared(&shared);

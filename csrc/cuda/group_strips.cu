@@ -35,12 +35,11 @@ __device__ __forceinline__ Tile beside(Tile t, const CastArgs& a, int s) {
   return t;
 }
 
-// Thread blocks a multiprocessor runs at once; with rows beside columns, 64 registers are a few too few.
-template <class Source, bool kRows>
-constexpr int kStripBlocks = Source::kStrips > 1 ? 2 : (kRows ? 3 : 4);
+template <class T, class Source, bool kRows>
+constexpr int kStripBlocks = Source::kStrips > 1 ? 2 : kCastBlocks<T, kRows>;
 
 template <class T, class Source, bool kRows>
-__global__ void __launch_bounds__(kThreads, (kStripBlocks<Source, kRows>))
+__global__ void __launch_bounds__(kThreads, (kStripBlocks<T, Source, kRows>))
     cast_strips(const __grid_constant__ StripArgs args) {
   __shared__ StripShared<T> shared;
   StripShared<T>& sh = *held_shared(&shared);
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, (kStripBlocks<Source, kRows>))
 
 // Amaxes of groups' columns, and of rows, as group_amax has them.
 template <class T, class Source>
-__global__ void __launch_bounds__(kThreads, (kStripBlocks<Source, false>))
+__global__ void __launch_bounds__(kThreads, (kStripBlocks<T, Source, false>))
     amax_strips(const __grid_constant__ StripArgs args) {
   __shared__ StripShared<T> shared;
   StripShared<T>& sh = *held_shared(&shared);

@@ -113,6 +113,18 @@ __device__ __forceinline__ void put_rows(const Direction& d, const Tile& t, cons
   }
 }
 
+// A number of a pair as lo() or hi() has it, by another instruction for BF16: else the compiler keeps what the cast of
+// rows converted for the cast of columns, in registers that a thread does not have.
+template <class T>
+__device__ __forceinline__ float converted_again(const Pair<T>& p, bool upper) {
+  if constexpr (std::is_same_v<T, BFloat16>) return bits_float(permute(p.w[0], 0, upper ? 0x3244 : 0x1044));
+  return upper ? p.hi() : p.lo();
+}
+
+// Thread blocks of a cast that a multiprocessor runs at once. Four leave a thread 64 registers, too few for FP16.
+template <class T, bool kBoth>
+constexpr int kCastBlocks = kBoth && !std::is_same_v<T, BFloat16> ? 3 : 4;
+
 template <class E, class T>
 __device__ __forceinline__ void stage_columns(const Direction& d, const Strip<T>& v, StripShared<T>& sh) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -124,7 +136,7 @@ __device__ __forceinline__ void stage_columns(const Direction& d, const Strip<T>
   for (int c = 0; c < kLaneCols; ++c) {
     float x[kLine];
     MH_UNROLL
-    for (int r = 0; r < kWarpRows; ++r) x[r] = c % 2 ? v[r].of[c / 2].hi() : v[r].of[c / 2].lo();
+    for (int r = 0; r < kWarpRows; ++r) x[r] = converted_again(v[r].of[c / 2], c % 2);
     Codes<Kind::fp8> codes;
     encode_bytes<E>(x, mult[c], codes);
     sh.codes[codes_at(lane * kLaneCols + c, warp)] = {codes.w[0], codes.w[1], codes.w[2], codes.w[3]};
