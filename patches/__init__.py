@@ -27,6 +27,7 @@ __all__ = [
 _MODULES = (  # in the order of application
     "compile_helpers",
     "expert_layouts",
+    "first_moments",
     "fsdp2_resume",
     "fsdp_experts",
     "fused_adam",

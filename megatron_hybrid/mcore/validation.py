@@ -82,6 +82,11 @@ def check_flags(args) -> None:
             "--use-torch-fsdp2 with experts one by one beside --save or --load: Megatron takes the shards of such an expert "
             "for copies and writes the first only; add --moe-grouped-gemm"
         )
+    if args.fp16 and args.use_precision_aware_optimizer and args.clip_grad > 0:
+        raise UserError(
+            f"--use-precision-aware-optimizer beside --fp16 and --clip-grad {args.clip_grad:g}: Megatron clips no gradients in "
+            "FP16; use --bf16, or --clip-grad 0"
+        )
     if args.hq_offload_layers and args.recompute_granularity is not None:
         raise UserError(
             f"--hq-offload-layers {args.hq_offload_layers} beside --recompute-granularity {args.recompute_granularity}: what "

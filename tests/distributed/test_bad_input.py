@@ -94,6 +94,10 @@ TABLE = {
         ["--hq-offload-layers", "1", "--recompute-granularity", "selective"],
         ["--hq-offload-layers 1 beside --recompute-granularity selective"],
     ),
+    "fp16_precision_aware": (
+        ["--fp16", "--use-precision-aware-optimizer", "--optimizer-cpu-offload"],
+        ["--use-precision-aware-optimizer beside --fp16 and --clip-grad 1: Megatron clips no gradients in FP16"],
+    ),
     "profile_nowhere": (["--hq-profile-step", "2"], ["--hq-profile-step has no place to write to"]),
     "strict": (["--hq-recipe", MIXED, "--hq-strict"], ["--hq-strict", "fprop", "emulated on cpu"]),
     "strict_ragged": (
