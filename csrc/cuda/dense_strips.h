@@ -12,4 +12,8 @@ void launch_dense_strips(const StripArgs& args, bool rows, bool cols, const Wher
 // Amaxes of rows and of columns, in one read, whatever was there before.
 void launch_dense_amaxes(const StripArgs& args, const Where& where);
 
+// The same of rows alone, `a.row`, whose amaxes are to be found: whole rows at once (whole_rows.cu). Writes of_rows too.
+bool fits_whole_rows(const CastArgs& args);
+void launch_whole_rows(const StripArgs& args, const Where& where);
+
 }  // namespace mh::cuda

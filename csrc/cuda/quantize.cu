@@ -166,24 +166,27 @@ bool can_look(const PairArgs& p) {
   return wanted && p.row.x.rows * p.row.x.cols > 0 && !p.row.out.transposed && !sees_swapped(p, contiguous_strides(p.row.x));
 }
 
+bool measures_lines(bool has, const QuantizeArgs& a) { return has && is_measured(a) && a.spec.outer_rows; }
+
 // Takes the amaxes asked for and casts by strips; false, and nothing done, where these do not fit. Amaxes of rows and
-// columns are taken in one read; those of rows alone on the way of another cast (panels.cuh), which is left to it.
+// columns are taken in one read, and those of rows alone where the cast holds whole rows. Those of rows beside columns
+// that need none are taken on the way of another cast (panels.cuh), which is left to it.
 bool cast_by_strips(const PairArgs& p, const Where& where) {
-  if (p.derived || p.sums || is_computed(p)) return false;
+  if (p.derived || p.sums || is_computed(p) || !(p.has_row || p.has_col)) return false;
   const Matrix x = matrix_of(p);
-  const auto of_lines = [](bool has, const QuantizeArgs& q) { return has && is_measured(q) && q.spec.outer_rows; };
-  const bool both = of_lines(p.has_row, p.row) && of_lines(p.has_col, p.col);
-  if (!(p.has_row || p.has_col) || x.rows * x.cols == 0 || (can_look(p) && !both)) return false;
-  if (!fits(p, false) && !fits(p, true)) return false;
+  if (x.rows * x.cols == 0 || !(fits(p, false) || fits(p, true))) return false;
   const bool swapped = sees_swapped(p, x);
   const bool rows = swapped ? p.has_col : p.has_row, cols = swapped ? p.has_row : p.has_col;
+  const QuantizeArgs &of_rows = swapped ? p.col : p.row, &of_columns = swapped ? p.row : p.col;
   StripArgs s{};
   s.cast = cast_args(p, x, swapped, false);
   s.cast.noop = (p.has_row ? p.row : p.col).noop;
-  if (!fits_dense_strips(s.cast, rows, cols)) return false;
+  const bool lines = measures_lines(rows, of_rows), both = lines && measures_lines(cols, of_columns);
+  s.of_rows = lines ? reinterpret_cast<int32_t*>(of_rows.measured) : nullptr;
+  if (lines && !cols && fits_whole_rows(s.cast)) return launch_whole_rows(s, where), true;
+  if ((can_look(p) && !both) || !fits_dense_strips(s.cast, rows, cols)) return false;
   if (both) {
-    s.of_rows = reinterpret_cast<int32_t*>((swapped ? p.col : p.row).measured);
-    s.of_columns = reinterpret_cast<int32_t*>((swapped ? p.row : p.col).measured);
+    s.of_columns = reinterpret_cast<int32_t*>(of_columns.measured);
     launch_dense_amaxes(s, where);
   } else {
     measure(p, where);

@@ -180,11 +180,12 @@ inline bool fits_tensor(const CastArgs& a) {
 }
 
 // Scales that strips are cast with. `along`, `across`: the extents of a block along the contraction and across it, 0
-// for the tensor's own. `rows`, `columns`, `pairs`: whether rows alone, columns alone and one beside the other are cast so.
+// for the tensor's own. `rows`, `columns`, `pairs`: whether rows alone, columns alone and one beside the other are cast
+// so. `whole_rows`: whether rows alone are held whole (whole_rows.cu) where their amaxes are to be found.
 struct StripScales {
   ScaleRule rule;
   int along, across;
-  bool rows, columns, pairs;
+  bool rows, columns, pairs, whole_rows;
 
   bool are_of(const Direction& d) const {
     const FormatSpec& s = d.spec;
@@ -194,11 +195,11 @@ struct StripScales {
 };
 
 constexpr StripScales kStripScales[] = {
-    {ScaleRule::fp32, 128, 1, true, true, true},    // fp8_block
-    {ScaleRule::fp32, 0, 1, true, true, true},      // fp8_rowwise
-    {ScaleRule::e8m0, 32, 1, true, true, true},     // mxfp8
-    {ScaleRule::fp32, 0, 0, true, true, true},      // fp8_current, fp8_delayed
-    {ScaleRule::fp32, 128, 128, true, true, true},  // fp8_block:2d
+    {ScaleRule::fp32, 128, 1, true, true, true, false},    // fp8_block
+    {ScaleRule::fp32, 0, 1, true, true, true, true},       // fp8_rowwise
+    {ScaleRule::e8m0, 32, 1, true, true, true, false},     // mxfp8
+    {ScaleRule::fp32, 0, 0, true, true, true, false},      // fp8_current, fp8_delayed
+    {ScaleRule::fp32, 128, 128, true, true, true, false},  // fp8_block:2d
 };
 
 // Whether a direction can be written from strips, and is.

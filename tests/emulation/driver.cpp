@@ -222,8 +222,8 @@ FormatSpec random_strip_format(int axis) {
 
 // Rows and columns of a tensor of 16 bits as strips cast them, or one of both.
 void cast_dense(Buffers& buffers) {
-  constexpr int64_t kShapes[][2] = {{256, 128}, {144, 272}, {400, 132}, {16, 8}, {130, 136}, {48, 1040}};
-  const auto& shape = kShapes[rng() % 6];
+  constexpr int64_t kShapes[][2] = {{256, 128}, {144, 272}, {400, 132}, {16, 8}, {130, 136}, {48, 1040}, {3, 8200}};
+  const auto& shape = kShapes[rng() % 7];
   const int64_t pitch = (shape[1] + 7) / 8 * 8 + (one_in(2) ? 8 : 0);
   const Dtype dtype = one_in(2) ? Dtype::bf16 : Dtype::f16;
   const Matrix x{random_rows(buffers, shape[0], pitch), dtype, shape[0], shape[1], pitch, 1};

@@ -32,8 +32,8 @@ sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / folde
 from build import build_codes, build_module  # noqa: E402
 from linear_cases import recipe  # noqa: E402
 from test_cast_pair import (  # noqa: E402
-    FORMATS, LAYOUTS, NOOP_PAIRS, SHAPES, STRIP_FORMATS, assert_same, check_noop, check_strips, empty, lay_out, new_rng,
-    new_states, panel_sums, strip_cases,
+    FORMATS, LAYOUTS, NOOP_PAIRS, SHAPES, STRIP_FORMATS, assert_same, check_noop, check_strips, check_whole_rows, empty, lay_out,
+    new_rng, new_states, panel_sums, strip_cases,
 )  # fmt: skip
 from test_decode_operands import check_every_pair, check_factors, check_pair  # noqa: E402
 from test_node import Library, layers, results  # noqa: E402
@@ -99,6 +99,18 @@ def test_rows_and_columns_in_registers(emulated, row):
         outs, states = [n and empty(n, d, x, t) for n, d, t in zip(names, DIRECTIONS, transposed)], new_states(names, "cpu")
         cast_emulated(emulated, outs, x, states, new_rng("cpu", *x.shape), amaxes=amaxes)
         check_strips(x, names, amaxes, transposed, outs, states)
+
+
+def test_rows_held_whole(emulated):
+    """In one launch, where a row is no longer than a thread block holds."""
+    counted = ctypes.c_int.in_dll(ctypes.CDLL(emulated.__file__), "emulated_launches")
+
+    def run(out, x):
+        before, rows = counted.value, out.direction == ROWWISE
+        cast_emulated(emulated, (out, None) if rows else (None, out), x, (None, None), new_rng("cpu", *x.shape))
+        assert counted.value - before == (1 if max(x.shape) <= 32768 else 2)
+
+    check_whole_rows("cpu", run)
 
 
 @pytest.mark.parametrize("names", NOOP_PAIRS)

@@ -8,7 +8,10 @@ import argparse
 import itertools
 
 import torch
-from test_cast_pair import LAYOUTS, STRIP_FORMATS, check_pair, check_strip_cases, empty, lay_out, new_states
+from test_cast_pair import (
+    LAYOUTS, NOOP_PAIRS, STRIP_FORMATS, WHOLE_ROWS, check_noop, check_pair, check_strip_cases, check_whole_rows, empty,
+    lay_out, new_states,
+)  # fmt: skip
 
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
@@ -76,6 +79,15 @@ def sums_and_gates() -> int:
         gate, up = lay_out(torch.cat((x, x), dim=1), layout).chunk(2, dim=1)
         both(up, True, True, None, sums=parts, gate=gate)
     return 2 * len(LAYOUTS)
+
+
+def in_registers() -> int:
+    """Casts by strips, every kind of scales beside every other; rows held whole; calls that may leave all as it is."""
+    calls = sum(check_strip_cases(row, "cuda") for row in STRIP_FORMATS)
+    check_whole_rows("cuda", lambda out, x: cast_pair(*((out, None) if out.direction == ROWWISE else (None, out)), x))
+    for names in NOOP_PAIRS:
+        check_noop(names, "cuda", lambda outs, x, states, noop: cast_pair(*outs, x, state=states, noop=noop))
+    return calls + 2 * len(WHOLE_ROWS) + 2 * len(NOOP_PAIRS)
 
 
 def groups() -> int:
@@ -149,7 +161,7 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="grouped FP8 GEMMs too (memcheck; needs Hopper)")
     args = parser.parse_args()
     calls = pairs() + single_directions() + derived_columns() + sums_and_gates() + groups() + groups_of_swiglu()
-    calls += sum(check_strip_cases(row, "cuda") for row in STRIP_FORMATS)
+    calls += in_registers()
     multiplied = f", {products()} products" if args.products else ""
     torch.cuda.synchronize()
     print(f"{calls} casts, bytes as on the CPU{multiplied}")

@@ -107,7 +107,24 @@ def check_strip_cases(row, device) -> int:
     return len(cases)
 
 
-NOOP_PAIRS = (("mxfp8_e4m3", "fp8_delayed_e4m3"), ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
+# of rows that a thread block holds whole: one to sixteen pieces of a row a thread, cut and full, and one more than that
+WHOLE_ROWS = ((9, 8), (11, 2048), (5, 2056), (3, 8192), (2, 8200), (2, 16384), (2, 16392), (2, 32768), (2, 32776))
+
+
+def check_whole_rows(device, run):
+    """`run(out, x)` casts rows alone, or columns of what lies transposed, and finds their amaxes."""
+    for turn, (shape, name) in enumerate(itertools.product(WHOLE_ROWS, ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2"))):
+        kind, dtype = ("normal", "special", "tiny")[turn % 3], ("bfloat16", "float16")[turn // 2 % 2]
+        x, direction = cast_input(make_input(kind, shape), dtype), DIRECTIONS[turn // 4 % 2]
+        x = x.T if direction == COLUMNWISE else x
+        there = lay_out_again(x, device)
+        out = empty(name, direction, there, direction == COLUMNWISE)
+        run(out, there)
+        expected = cast(x, parse_format(name), direction, transposed=out.transposed)
+        assert_same(out, expected, f"{name} {shape} {kind} {dtype} {direction}")
+
+
+NOOP_PAIRS = (("fp8_rowwise_e4m3", None), ("mxfp8_e4m3", "fp8_delayed_e4m3"), ("fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
               ("fp8_block_e4m3:2d", "fp8_current_e4m3"))  # fmt: skip
 
 
@@ -115,13 +132,14 @@ def check_noop(names, device, run):
     """`run(outs, x, states, noop)` writes nothing, amaxes and histories neither, where the flag is set; else it casts."""
     x = cast_input(make_input("normal", (144, 272)), "bfloat16").to(device)
     for flag in (0, 1):
-        outs, states = [empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)], new_states(names, device)
-        before = [b.clone() for o in outs for b in o.buffers().values()]
+        outs = [n and empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)]
+        states, written = new_states(names, device), [b for o in outs if o for b in o.buffers().values()]
+        before = [b.clone() for b in written]
         run(outs, x, states, torch.tensor(flag, dtype=torch.int32, device=device))
         if not flag:
             check_strips(x.cpu(), names, (None, None), (False, True), outs, states)
             continue
-        for kept, now in zip(before, (b for o in outs for b in o.buffers().values()), strict=True):
+        for kept, now in zip(before, written, strict=True):
             assert torch.equal(kept.view(-1).view(torch.uint8), now.view(-1).view(torch.uint8))
         assert all(s is None or (s.history == 0.125).all() for s in states)
 
@@ -200,6 +218,11 @@ def test_every_pair(device, row):
 def test_rows_and_columns_in_registers(device, row):
     """Amaxes known, not known and collected, rows apart, cut tiles, empty tensors; either direction alone too."""
     check_strip_cases(row, device)
+
+
+@on_devices
+def test_rows_held_whole(device):
+    check_whole_rows(device, lambda out, x: cast_pair(*((out, None) if out.direction == ROWWISE else (None, out)), x))
 
 
 @on_devices
