@@ -261,11 +261,11 @@ class BuildKernels(build_ext):
     def _build_gemm(self, target: Path) -> None:
         folder, bindings = CSRC / "gemm", [*self.cxx, *CXX_FLAGS, "-O1", *(f"-isystem{p}" for p in self._python_includes())]
         jobs = [
-            (self._nvcc_for(HOPPER), folder / "grouped.cu", self.objects / "gemm_grouped.o"),
-            (bindings, folder / "bindings.cpp", self.objects / "gemm_bindings.o"),
+            *((self._nvcc_for(HOPPER), folder / f"{name}.cu", self.objects / f"gemm_{name}.o") for name in ("grouped", "decode")),
+            *((bindings, folder / f"{n}.cpp", self.objects / f"gemm_{n}.o") for n in ("bindings", "decode_bindings")),
         ]
         self._link(self._compile(jobs), target, self._runtime())
-        say("grouped FP8 GEMMs: built for Hopper")
+        say("grouped GEMMs: built for Hopper")
 
     def _nvcc_for(self, archs: str, *flags: str) -> list[str]:
         pairs = [f"-gencode=arch={a},code={c}" for a, c in (pair.split("=") for pair in archs.split())]

@@ -23,7 +23,8 @@ from megatron_hybrid.explain import Table
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-RECIPES = ["bf16", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4_rowscaled_fprop_mxfp8_bwd"]
+EMULATED = ["mxfp8", "nvfp4_rowscaled_fprop_mxfp8_bwd"]
+RECIPES = ["bf16", "fp8_rowwise", "fp8_block", *EMULATED, *(f"{name}@decoding" for name in EMULATED if ON_GPU)]
 GOAL = {"fp8_rowwise": 1.05, "fp8_block": 1.05}  # times as fast as torch, weights quantized before
 DATA_SETS = 3
 U = 2.0**-8  # bf16's unit roundoff
@@ -44,8 +45,14 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, size in {"experts": 128, "k": 2048, "n": 1536, "tokens": 32768, "repeat": 15}.items():
         parser.add_argument(f"--{name}", type=int, default=size, help="(default %(default)s)")
-    parser.add_argument("--recipe", nargs="+", default=RECIPES, help="names or paths (default: %(default)s)")
+    parser.add_argument(
+        "--recipe", nargs="+", default=RECIPES, help="names or paths, @backend behind (default: %(default)s)"
+    )  # fmt: skip
     parser.add_argument("--gemms", action="store_true", help="grouped GEMMs alone: the library's and our own")
+    parser.add_argument(
+        "--dense", nargs=3, type=int, default=[8192, 4096, 14336], metavar=("M", "K", "N"),
+        help="of --gemms: of the dense products among them (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--profile", action="store_true", help="device time of one step by kind of kernel")
     parser.add_argument("--json", help="write rows, card, versions and commit here")
     parser.add_argument("--commit", help="what to record as the commit where there is no git checkout")
@@ -75,9 +82,11 @@ def torch_subject(weight: torch.Tensor, ends: torch.Tensor) -> Subject:
 
 
 def our_subject(args, recipe: str, weight, sizes, *, cached: bool, one_by_one=False) -> Subject:
+    """recipe: a name or path, maybe with the backend that is forced behind it: ``mxfp8@decoding``."""
+    path, _, backend = recipe.partition("@")
     module = mh.HybridGroupedLinear(
-        args.experts, args.k, args.n, recipe=recipe, name="decoder.layers.0.mlp.experts.linear_fc1",
-        layer=1, num_layers=4, device=DEVICE, dtype=torch.bfloat16,
+        args.experts, args.k, args.n, recipe=path, name="decoder.layers.0.mlp.experts.linear_fc1",
+        layer=1, num_layers=4, backend=backend or None, device=DEVICE, dtype=torch.bfloat16,
     )  # fmt: skip
     module.weight.data.copy_(weight)
     module.hq.one_by_one = one_by_one
@@ -184,7 +193,7 @@ def bench(args) -> list[dict]:
         row = {"what": subject.name, "how": subject.how}
         recipe = subject.name.removesuffix(", weight cast inside")
         if recipe in args.recipe:
-            loop = our_subject(args, recipe, weight, splits, cached=True, one_by_one=True)
+            loop = our_subject(args, recipe.partition("@")[0], weight, splits, cached=True, one_by_one=True)
             row["worst"] = worst(subject.run(*data[0]), loop.run(*data[0]))
             del loop
         row["waits"] = waits(subject, data)
@@ -258,6 +267,49 @@ def own_gemms(args) -> list[Subject]:
     return subjects
 
 
+def decoding_gemms(args) -> list[Subject]:
+    """MXFP8 and NVFP4 over uneven groups, with the decode of tokens: weights decoded where they are multiplied; both
+    operands decoded to bf16 before, for the library. And the same of one dense product."""
+    from megatron_hybrid.gemm import decoding
+    from megatron_hybrid.ops_triton import grouped_gemm
+    from megatron_hybrid.storage import cast, decode_operands
+
+    if not ON_GPU or decoding.grouped_cuda.library() is None:
+        return []
+    E, T, K, N = args.experts, args.tokens, args.k, args.n
+    sizes = torch.tensor(splits_of(T, E), dtype=torch.int32, device=DEVICE)
+    blocks = grouped_gemm.block_map(sizes, -(-T // grouped_gemm.BLOCK) + E)
+    ends = sizes.cumsum(0).to(torch.int32)
+    subjects = []
+
+    def quantized(rows, width, fmt):
+        return cast(torch.randn(rows, width, device=DEVICE).bfloat16(), mh.parse_format(fmt), "rowwise")
+
+    def before(a, b, *, grouped):
+        operands = [s.unwritten_operand(torch.bfloat16) for s in (a, b)]
+        decode_operands((a, b), operands, outer=False)
+        if not grouped:
+            return torch.mm(operands[0], operands[1].t())
+        return torch._grouped_mm(operands[0], operands[1].view(E, -1, a.shape[1]).transpose(1, 2), offs=ends)
+
+    for fmt in ("mxfp8_e4m3", "nvfp4:row_scaled"):
+        for gemm, deep, wide in (("fprop", K, N), ("dgrad", N, K)):
+            a, b = quantized(T, deep, fmt), quantized(E * wide, deep, fmt)
+            subjects += [
+                Subject(f"decoding inside, {fmt}: {gemm}", lambda x, dy, a=a, b=b: decoding.multiply(a, b, E, blocks)),
+                Subject(f"decoding before, {fmt}: {gemm}", lambda x, dy, a=a, b=b: before(a, b, grouped=True)),
+            ]
+        a, b = quantized(args.dense[0], args.dense[1], fmt), quantized(args.dense[2], args.dense[1], fmt)
+        subjects += [
+            Subject(f"decoding inside, {fmt}: dense", lambda x, dy, a=a, b=b: decoding.multiply(a, b)),
+            Subject(f"decoding before, {fmt}: dense", lambda x, dy, a=a, b=b: before(a, b, grouped=False)),
+        ]
+        if fmt == "mxfp8_e4m3":
+            x, w = a.operand(torch.bfloat16), b.operand(torch.bfloat16)
+            subjects.append(Subject("bf16: dense", lambda _, dy, x=x, w=w: torch.mm(x, w.t())))
+    return subjects
+
+
 def gemms_alone(args) -> list[dict]:
     """Device us of the library's three grouped GEMMs, equal groups: bf16, row-scaled FP8 with either accumulation; and of
     our own FP8 ones, uneven groups."""
@@ -289,9 +341,13 @@ def gemms_alone(args) -> list[dict]:
             run(q["dyc"], q["xc"].T, s["n"].reshape(-1), s["k"].reshape(-1)),
         )
     subjects = [Subject(f"{name} {gemm}", lambda x, dy, run=run: run()) for name, runs in made.items()
-                for gemm, run in zip(("fprop", "dgrad", "wgrad"), runs)] + own_gemms(args)  # fmt: skip
+                for gemm, run in zip(("fprop", "dgrad", "wgrad"), runs)] + own_gemms(args) + decoding_gemms(args)  # fmt: skip
     timed(subjects, [(None, None)], 2)
-    return [{"what": name, "us": sorted(device)[len(device) // 2], "TFLOP/s": 2 * T * K * N / min(device) / 1e6}
+
+    def work(name):
+        return 2 * args.dense[0] * args.dense[1] * args.dense[2] if name.endswith("dense") else 2 * T * K * N
+
+    return [{"what": name, "us": sorted(device)[len(device) // 2], "TFLOP/s": work(name) / min(device) / 1e6}
             for name, (device, _) in timed(subjects, [(None, None)], args.repeat).items()]  # fmt: skip
 
 

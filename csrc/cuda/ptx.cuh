@@ -122,6 +122,19 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
 #endif
 }
 
+// Products of two pairs of BF16 numbers, subnormals kept.
+__device__ __forceinline__ uint32_t multiply_bf16s(uint32_t a, uint32_t b) {
+#if defined(__CUDACC__)
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  const uint32_t low = BFloat16::store(BFloat16::load(static_cast<uint16_t>(a)) * BFloat16::load(static_cast<uint16_t>(b)));
+  const uint32_t high = BFloat16::store(BFloat16::load(static_cast<uint16_t>(a >> 16)) * BFloat16::load(static_cast<uint16_t>(b >> 16)));
+  return low | high << 16;
+#endif
+}
+
 // Byte permutation: selector s, four bits a byte of the result, takes byte s % 8 of a (0 to 3) and b (4 to 7), or from 8
 // up eight copies of its sign.
 __device__ __forceinline__ uint32_t permute(uint32_t a, uint32_t b, uint32_t selectors) {

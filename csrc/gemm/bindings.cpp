@@ -8,6 +8,8 @@
 
 namespace py = pybind11;
 
+void define_decoding(py::module_& m);  // decode_bindings.cpp
+
 namespace {
 
 mh::gemm::Kind kind_of(const std::string& name) {
@@ -52,9 +54,10 @@ void define(py::module_& m, const char* name, const char* about) {
 }  // namespace
 
 PYBIND11_MODULE(_C_gemm, m) {
-  m.doc() = "FP8 GEMMs of all groups on Hopper; called through megatron_hybrid.gemm.grouped_cuda.";
+  m.doc() = "GEMMs of all groups on Hopper; called through megatron_hybrid.gemm.";
   py::class_<Codes>(m, "Codes", py::module_local())
       .def(py::init<uintptr_t, uintptr_t, bool>(), py::arg("data"), py::arg("scale"), py::arg("e5m2"));
   define<&mh::gemm::rows>(m, "rows", "out (T, n): every row of a (T, k) with its group's b (E * n, k).");
   define<&mh::gemm::columns>(m, "columns", "out (E, rows_a, n): a (rows_a, k) and b (n, k) over every group's blocks.");
+  define_decoding(m);
 }

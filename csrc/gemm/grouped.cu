@@ -9,16 +9,15 @@
 #include <cuda_runtime.h>
 
 #include <stdexcept>
-#include <string>
 
-#include "../device.h"
-#include "hopper.cuh"
+#include "maps.h"
+#include "tile.cuh"
 
 namespace mh::gemm {
 namespace {
 
-constexpr int kRows = 128, kCols = 256, kDeep = 128;  // a tile, and codes of the contraction at a time
-constexpr int kGroupRows = 64;                        // a warpgroup's
+constexpr int kDeep = 128;        // codes of the contraction at a time
+constexpr int kGroupRows = 64;    // a warpgroup's
 constexpr int kPart = 64, kParts = kCols / kPart;     // columns that are multiplied at a time
 constexpr int kWarps = 8;                             // that multiply
 constexpr int kGroupThreads = 128, kThreads = 3 * kGroupThreads;
@@ -27,9 +26,6 @@ constexpr int kScaleThreads = 64;  // of the fetching warpgroup, its last two wa
 constexpr int kStages = 3;
 constexpr int kABytes = kRows * kDeep, kBBytes = kCols * kDeep, kBoxBytes = kABytes + kBBytes;
 constexpr int kScales = kRows + kCols;         // floats a stage, or a tile where they are of whole rows
-constexpr int kBoxes = 4, kBoxRows = 16, kBoxLine = 128;  // a warp's results: boxes of 16 rows of 128 bytes
-constexpr int kOutBytes = kBoxRows * kBoxLine;
-constexpr int kStaging = kWarps * kBoxes * kOutBytes;
 constexpr int kTold = 2;  // tiles ahead
 constexpr int kTileBytes = 32;
 constexpr int kBarriers = (2 * (kStages + kTold) + 2) * 8;
@@ -121,20 +117,6 @@ struct Columns {
   __device__ int64_t b_step() const { return p.n; }
 };
 
-// This program's tiles in turn; the next one's place is looked up while this one is worked on.
-template <class Tiles, class F>
-__device__ inline void each_tile(const Tiles& tiles, F&& f) {
-  int tile = blockIdx.x;
-  if (tile >= tiles.tiles) return;
-  auto seen = tiles.look(tile);
-  for (int next; tile < tiles.tiles; tile = next) {
-    const Work w = tiles.at(tile, seen);
-    next = tile + gridDim.x;
-    if (next < tiles.tiles) seen = tiles.look(next);
-    f(w);
-  }
-}
-
 struct Shared {
   uint32_t base;  // aligned
 
@@ -149,17 +131,6 @@ struct Shared {
   __device__ uint32_t heard(int t) const { return told(kTold) + t * 8; }
   __device__ uint32_t staged() const { return heard(kTold); }  // results are in shared memory
   __device__ uint32_t stored() const { return staged() + 8; }  // and have been read from there
-};
-
-// The place in a ring of buffers; its parity turns with every round.
-template <int n>
-struct Ring {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ void next() {
-    if (++stage == n) stage = 0, parity ^= 1;
-  }
 };
 
 template <Kind kKind>
@@ -214,9 +185,6 @@ __device__ inline void tell(uint32_t to, const Work& w) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(to + 16), "r"(w.col_out) : "memory");
 }
 
-// What all threads of a warp have, in a uniform register, so that what it counts and chooses is, too.
-__device__ inline int uniform(int x) { return __reduce_max_sync(0xffffffffu, x); }
-
 __device__ inline Tile hear(uint32_t at) {
   Tile t;
   asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
@@ -254,30 +222,6 @@ __device__ void tell_tiles(const Tiles& tiles, Shared at, int thread) {
     }
     turn.next();
   });
-}
-
-__device__ inline float shared_float(uint32_t at) {
-  float x;
-  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(at));
-  return x;
-}
-
-__device__ inline float2 shared_float2(uint32_t at) {
-  float2 x;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(at));
-  return x;
-}
-
-__device__ inline float4 shared_float4(uint32_t at) {
-  float4 x;
-  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(at));
-  return x;
-}
-
-__device__ inline uint4 shared_run(uint32_t at) {
-  uint4 x;
-  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(at) : "memory");
-  return x;
 }
 
 // What sums of 128 products, n registers of whole runs of 8 columns, are multiplied by before they are added up: scales of this
@@ -337,19 +281,6 @@ struct alignas(n * sizeof(S)) Run {
   S x[n];
 };
 
-// Where a warp and this thread are in a tile.
-struct Place {
-  int group, warp, lane, row;  // row: this thread's first of the tile; its second is 8 below
-
-  __device__ Place(int group, int thread)
-      : group(uniform(group)), warp(uniform(group * 4 + thread / 32)), lane(thread % 32), row(warp * 16 + lane / 4) {}
-};
-
-// Where 16 bytes of a row of a warp's results are in its shared memory: boxes of 16 rows of 128 bytes in the 128-byte swizzle.
-__device__ inline uint32_t staged_run(uint32_t staging, int row, int byte) {
-  return staging + byte / kBoxLine * kOutBytes + row * kBoxLine + ((byte % kBoxLine / 16 ^ row % 8) << 4);
-}
-
 // 16 rows x 512 bytes, of 256 columns (2 bytes) or half of them.
 template <class O>
 __device__ inline void stage(const float* sums, uint32_t staging, int lane) {
@@ -367,44 +298,6 @@ __device__ inline void stage(const float* sums, uint32_t staging, int lane) {
       store_floats(staged_run(staging, row + 8, byte) + byte % 16, sums[i + 2], sums[i + 3]);
     }
   }
-}
-
-// Rows of which there are fewer than 16; a row is as many lanes as it has runs of 16 bytes.
-__device__ inline void store_few(char* out, int64_t line, int rows, int bytes, uint32_t staging, int lane) {
-  if (lane * 16 >= bytes) return;
-  for (int row = 0; row < rows; ++row)
-    *reinterpret_cast<uint4*>(out + row * line + lane * 16) = shared_run(staged_run(staging, row, lane * 16));
-}
-
-// Results that have been staged, by one warp while the next tile is multiplied.
-template <class Tiles>
-__device__ void store_results(const Tiles& tiles, Shared at, const CUtensorMap* map, int lane) {
-  const Params& p = tiles.p;
-  if (p.add) return;
-  const int size = p.out_type == Out::fp32 ? 4 : 2, width = kBoxLine / size;
-  const int64_t line = int64_t{p.n} * size;
-  Ring<1> ring;
-  each_tile(tiles, [&](const Work& w) {
-    for (int from = 0; from < kCols; from += kBoxes * width, ring.next()) {
-      barrier_wait(at.staged(), ring.parity);
-      const int cols = w.cols - from, first = w.col_out + from;
-      for (int warp = 0; warp * kBoxRows < w.rows; ++warp) {
-        const int rows = w.rows - warp * kBoxRows, row = w.first_out + warp * kBoxRows;
-        if (rows < kBoxRows) {
-          store_few(static_cast<char*>(p.out) + row * line + first * size, line, rows, cols * size, at.staging(warp), lane);
-        } else if (lane == 0) {
-          for (int box = 0; box < kBoxes && box * width < cols; ++box)
-            store_box(map, at.staging(warp) + box * kOutBytes, first + box * width, row);
-        }
-      }
-      if (lane == 0) {
-        bulk_commit();
-        bulk_wait_read();
-      }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(at.stored());
-    }
-  });
 }
 
 // To where `store_results` takes them from.
@@ -615,34 +508,6 @@ __global__ void __launch_bounds__(kThreads, 1)
     take_registers<kProductRegisters>();
     multiply<kKind, kA5, kB5>(tiles, at, Place(group - 1, thread));
   }
-}
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-Encode encoder() {
-  static const Encode found = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &status),
-          "cuTensorMapEncodeTiled");
-    if (!function) throw std::runtime_error("megatron_hybrid._C_gemm: this driver has no cuTensorMapEncodeTiled");
-    return reinterpret_cast<Encode>(function);
-  }();
-  return found;
-}
-
-// Of a packed matrix, in boxes of 128 bytes of a row.
-CUtensorMap map_of(const void* data, int64_t rows, int64_t cols, CUtensorMapDataType type, int size, int box) {
-  CUtensorMap map;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(cols), static_cast<cuuint64_t>(rows)}, stride[1] = {sizes[0] * size};
-  const cuuint32_t boxes[2] = {static_cast<cuuint32_t>(128 / size), static_cast<cuuint32_t>(box)}, every[2] = {1, 1};
-  const CUresult result = encoder()(&map, type, 2, const_cast<void*>(data), sizes, stride, boxes, every,
-                                    CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS)
-    throw std::runtime_error("megatron_hybrid._C_gemm: no tensor map of " + std::to_string(rows) + " x " + std::to_string(cols) +
-                             " elements: error " + std::to_string(result));
-  return map;
 }
 
 CUtensorMap map_of_codes(const void* codes, int64_t rows, int64_t k, int box) {

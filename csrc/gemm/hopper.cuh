@@ -1,4 +1,4 @@
-// Hopper's instructions for GEMMs: barriers in shared memory, copies through tensor maps, asynchronous FP8 products.
+// Hopper's instructions for GEMMs: barriers in shared memory, copies through tensor maps, asynchronous products.
 #pragma once
 
 #include <cuda.h>
@@ -105,6 +105,12 @@ __device__ inline void store_rows(uint32_t row, uint32_t a, uint32_t b, uint32_t
                : "memory");
 }
 
+// The same, each 8 x 8 numbers turned over: of results whose rows are another matrix's columns.
+__device__ inline void store_columns(uint32_t row, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row), "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
 __device__ inline void store_floats(uint32_t to, float x, float y) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(to), "f"(x), "f"(y) : "memory");
 }
@@ -140,19 +146,20 @@ __device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group
   "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
   "%123, %124, %125, %126, %127"
 
-// The instruction for each pair of types; `operands` says where A, B and `add` are.
-#define MH_PRODUCT(shape, types, sums, add_at, operands)        \
+// The instruction for each pair of types; `operands` and `add_at` say where A, B and `add` are, `turns` whether an operand
+// in shared memory is turned over, which only types of 16 bits can be.
+#define MH_PRODUCT(shape, types, sums, add_at, operands, turns) \
   "{\n.reg .pred add;\nsetp.ne.b32 add, " add_at ", 0;\n"       \
   "wgmma.mma_async.sync.aligned." shape ".f32." types           \
-  " {" sums "}, " operands ", add, 1, 1;\n}\n"
+  " {" sums "}, " operands ", add, 1, 1" turns ";\n}\n"
 #define MH_PRODUCTS(types)                                                                                                 \
   __device__ static inline void run(float (&d)[128], uint64_t a, uint64_t b, bool add) {                                    \
-    asm volatile(MH_PRODUCT("m64n256k32", types, MH_SUMS_128, "%130", "%128, %129")                                        \
+    asm volatile(MH_PRODUCT("m64n256k32", types, MH_SUMS_128, "%130", "%128, %129", "")                                    \
                  : MH_32(d, 0), MH_32(d, 32), MH_32(d, 64), MH_32(d, 96)                                                   \
                  : "l"(a), "l"(b), "r"(static_cast<int>(add)));                                                            \
   }                                                                                                                        \
   __device__ static inline void run(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {                         \
-    asm volatile(MH_PRODUCT("m64n64k32", types, MH_SUMS_32, "%37", "{%32, %33, %34, %35}, %36")                            \
+    asm volatile(MH_PRODUCT("m64n64k32", types, MH_SUMS_32, "%37", "{%32, %33, %34, %35}, %36", "")                        \
                  : MH_32(d, 0)                                                                                             \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));                        \
   }
@@ -174,6 +181,21 @@ struct Product<true, false> {
 template <>
 struct Product<true, true> {
   MH_PRODUCTS("e5m2.e5m2")
+};
+
+// d (64, n) [+]= A (64, 16) . B (n, 16)^T in bf16, A from registers: of its 8 rows and 8 columns from the first, a[0]; of the 8
+// rows below, a[1]; of the next 8 columns, a[2] and a[3].
+struct WideProduct {
+  __device__ static inline void run(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool add) {
+    asm volatile(MH_PRODUCT("m64n128k16", "bf16.bf16", MH_SUMS_64, "%69", "{%64, %65, %66, %67}, %68", ", 0")
+                 : MH_32(d, 0), MH_32(d, 32)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+  }
+  __device__ static inline void run(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {
+    asm volatile(MH_PRODUCT("m64n64k16", "bf16.bf16", MH_SUMS_32, "%37", "{%32, %33, %34, %35}, %36", ", 0")
+                 : MH_32(d, 0)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+  }
 };
 
 #undef MH_PRODUCTS

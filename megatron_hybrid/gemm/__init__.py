@@ -5,12 +5,14 @@ from __future__ import annotations
 from ..formats import nearest
 from .backend import DIMENSIONS, GEMMS, OPERANDS, READ_BY, Alignment, DeviceKind, GemmBackend, GemmPair, pair_error
 from .backends import EmulatedBackend, HighPrecisionBackend, ReferenceBackend
+from .decoding import DecodingBackend
 from .scaled_mm import ScaledMmBackend
 
 BACKENDS: tuple[GemmBackend, ...] = (
     HighPrecisionBackend(),
     ScaledMmBackend(),
     EmulatedBackend(),
+    DecodingBackend(),
     ReferenceBackend(),
 )
 

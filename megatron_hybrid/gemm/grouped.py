@@ -23,7 +23,7 @@ from ..formats import COLUMNWISE, ROWWISE
 from ..groups import Groups
 from ..stacked import GroupedColumns, StackedWeight, rows_of
 from ..storage import FP8_DTYPES, QuantizedStorage
-from . import grouped_cuda
+from . import decoding, grouped_cuda
 from .backend import GemmPair, finish
 from .backends import bf16_operand, epilogue_scale, fits_bf16
 from .scaled_mm import BLOCK, ROW, TILE, codes, scale_kind
@@ -152,6 +152,28 @@ class HighPrecisionMm(GroupedMm):
         return _finish(dw, dtype, accumulate_into)
 
 
+class GroupedDecoding(GroupedMm):
+    """`GroupedMm` whose fprop and dgrad decode the weight where it is multiplied (decoding.py), on Hopper: each weight is
+    read as codes, and none is written in bf16. Results are rounded once."""
+
+    name = "grouped_decoding"
+
+    def reason(self, pair, shape, dtype):
+        if pair.gemm == "wgrad":
+            return "multiplies rows only"
+        if (why := decoding.pair_reason(pair) or ops_triton.reason(pair.device)) is not None:
+            return why
+        rows_b, contraction = shape if pair.gemm == "fprop" else shape[::-1]
+        return decoding.shape_reason(pair.b, rows_b, contraction) or super().reason(pair, shape, dtype)
+
+    def rows(self, gemm, plans, a, w, groups, dtype):
+        y = decoding.multiply(a, w.by_rows(), w.num, groups.layout(_BLOCK).blocks)
+        if y is None:
+            return super().rows(gemm, plans, a, w, groups, dtype)
+        _count(plans, gemm)
+        return y
+
+
 class GroupedFp8:
     """Own kernels: FP8 with scales a row, 1 x 128 blocks, 128 x 128 tiles, on Hopper. In CUDA (grouped_cuda.py) where
     they were built, else in Triton (ops_triton/grouped_gemm.py).
@@ -263,7 +285,7 @@ class ScaledGroupedMm:
         return _finish(dw, dtype, accumulate_into)
 
 
-OWN, NATIVE, BF16, LOOP = GroupedFp8(), ScaledGroupedMm(), GroupedMm(), GroupedLoop()
+OWN, NATIVE, DECODING, BF16, LOOP = GroupedFp8(), ScaledGroupedMm(), GroupedDecoding(), GroupedMm(), GroupedLoop()
 
 
 def choose(step, shape: tuple[int, int], dtype: torch.dtype) -> GroupedBackend:
@@ -272,6 +294,8 @@ def choose(step, shape: tuple[int, int], dtype: torch.dtype) -> GroupedBackend:
         return next((b for b in (OWN, NATIVE) if b.reason(step.pair, shape, dtype) is None), LOOP)
     if step.backend.name == "reference":  # asked for by name
         return LOOP
+    if step.backend.name == decoding.NAME and DECODING.reason(step.pair, shape, dtype) is None:  # so was this
+        return DECODING
     return LOOP if BF16.reason(step.pair, shape, dtype) else BF16
 
 

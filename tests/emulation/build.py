@@ -55,10 +55,11 @@ def build_driver(folder: Path, sanitizer: str) -> Path:
     return driver
 
 
-def build_codes(folder: Path) -> Path:
-    """A program that compares the lines' codes with the definition; it needs no emulated threads."""
-    program = folder / "codes"
-    objects = compile_all(folder, [HERE / "codes.cpp", HERE / "emulate.cpp"], ["-O2"])
+def build_program(folder: Path, name: str) -> Path:
+    """`codes` or `decode`: compares codes that lines make, or decodes inside a product, with the definition; without
+    emulated threads."""
+    program = folder / name
+    objects = compile_all(folder, [HERE / f"{name}.cpp", HERE / "emulate.cpp"], ["-O2"])
     subprocess.run(["g++", *objects, "-o", str(program)], check=True)
     return program
 

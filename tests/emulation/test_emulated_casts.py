@@ -29,7 +29,7 @@ from megatron_hybrid.testing.assertions import assert_bitwise_equal
 from megatron_hybrid.testing.generators import cast_input, make_input
 
 sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / folder) for folder in ("numerics", "unit"))]
-from build import build_codes, build_module  # noqa: E402
+from build import build_module, build_program  # noqa: E402
 from linear_cases import recipe  # noqa: E402
 from test_cast_pair import (  # noqa: E402
     FORMATS, LAYOUTS, NOOP_PAIRS, SHAPES, STRIP_FORMATS, assert_same, check_noop, check_strips, check_whole_rows, empty, lay_out,
@@ -49,9 +49,11 @@ def emulated(tmp_path_factory):
     return module
 
 
-def test_codes_of_fp4(tmp_path):
-    """Every magnitude that rounding to E2M1 can see, nearest and stochastic, and blocks under all sizes of scales."""
-    found = subprocess.run([build_codes(tmp_path)], capture_output=True, text=True)
+@pytest.mark.parametrize("name", ["codes", "decode"])
+def test_codes(tmp_path, name):
+    """Every magnitude that rounding to E2M1 can see, nearest and stochastic, and blocks under all sizes of scales; decodes
+    inside a product of every code under every scale, and their order."""
+    found = subprocess.run([build_program(tmp_path, name)], capture_output=True, text=True)
     assert found.returncode == 0, found.stdout
 
 
