@@ -48,6 +48,7 @@ class LinearRuntime(torch.nn.Module):
         self.save_weight, self.sharding = PAYLOAD, sharding
         self.step: int | None = None
         self.changes = Changes()  # of the plan
+        self._before_load: dict[str, torch.Tensor] = {}  # histories that made room for loaded ones of another length
         self._scaled_for = {}  # buffer prefix -> the format that its scale was made for
         self._was_loaded = False  # scales, since the last step: they are of the step before the next one
         self.keys: RandomKeys | None = None
@@ -119,10 +120,19 @@ class LinearRuntime(torch.nn.Module):
                     self.register_buffer(f"{prefix}{HISTORY}", fresh.history)
                     self._scaled_for[prefix] = fmt
                 elif prefix in now and old.shape != fresh.history.shape:
-                    self._buffers[f"{prefix}{HISTORY}"] = resized(old, len(fresh.history))
+                    new = resized(old, len(fresh.history))
+                    memory = self._memory_before_load(f"{prefix}{HISTORY}", len(new))
+                    self._buffers[f"{prefix}{HISTORY}"] = new if memory is None else memory.copy_(new)
             self._follow_formats(plan)
             used.update(formats)
+        self._before_load.clear()
         self._non_persistent_buffers_set = {name for name in self._buffers if name.rsplit("_", 1)[0] not in used}
+
+    def _memory_before_load(self, name: str, length: int) -> torch.Tensor | None:
+        """What a history was before a load of another length, if it had this one: a captured CUDA graph writes there."""
+        memory = self._before_load.get(name)
+        fits = memory is not None and len(memory) == length and memory.device == self._buffers[name].device
+        return memory if fits else None
 
     def _formats_of_other_steps(self, device) -> dict:
         """Buffer prefix -> format, of what step rules scale by history at some step or without one."""
@@ -142,7 +152,9 @@ class LinearRuntime(torch.nn.Module):
         """Make room for a history of another length that will be loaded; the next step gives it the plan's."""
         old = self._buffers[name]
         if len(old) != length:
-            self._buffers[name] = old.new_zeros(length)
+            self._before_load.setdefault(name, old)
+            memory = self._memory_before_load(name, length)  # as it is: what is loaded may be this very tensor
+            self._buffers[name] = old.new_zeros(length) if memory is None else memory
             self._has_other_lengths = True
 
     def _take_lengths(self, state_dict: dict, prefix: str) -> None:

@@ -57,22 +57,28 @@ class Step:
         return [t.detach().clone() for t in (self.y, self.x.grad, dw, self.layer.bias.grad)]
 
 
+def warmed_up(name, main_grad) -> tuple[Step, Step]:
+    """Two steps alike that ran once, on a stream of their own, as a capture wants it."""
+    steps = Step(name, main_grad), Step(name, main_grad)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for step in steps:
+            step.run()
+    torch.cuda.current_stream().wait_stream(side)
+    return steps
+
+
 @pytest.mark.parametrize("main_grad", [False, True])
 @pytest.mark.parametrize("name", RECIPES)
 def test_replays_with_new_data_give_eagers_bits_and_never_wait(name, main_grad):
-    eager, captured = Step(name, main_grad), Step(name, main_grad)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # warm up, then forget what it left behind
-        for step in (eager, captured):
-            step.run()
-    torch.cuda.current_stream().wait_stream(side)
+    eager, captured = warmed_up(name, main_grad)
     graph, ends = torch.cuda.CUDAGraph(), []
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.graph(graph):
             captured.run()
-        for step in (eager, captured):
+        for step in (eager, captured):  # forget what the first run left behind
             step.layer.hq.reset_states()
             if main_grad:
                 step.main_grad.zero_()
@@ -93,3 +99,28 @@ def test_replays_with_new_data_give_eagers_bits_and_never_wait(name, main_grad):
         for got, wanted in zip(*pair, strict=True):
             assert torch.isfinite(wanted).all() and wanted.any()
             assert torch.equal(got, wanted)
+
+
+def test_a_load_of_another_history_length_is_written_where_the_graph_reads():
+    eager, captured = warmed_up("fp8_delayed", False)
+    short = mh.Recipe.from_dict({"version": 1, "name": "t", "defaults": "fp8_delayed_e4m3:history=3"})
+    loaded = mh.HybridLinear(K, N, recipe=short, name="fc", device="cuda", dtype=torch.bfloat16)
+    for name, buffer in loaded.hq.named_buffers():
+        buffer.fill_(0.5 if name.endswith("_scale") else 900.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured.run()
+    for step in (eager, captured):
+        step.layer.load_state_dict(loaded.state_dict())
+        step.ctl.begin_step(2)
+        step.fill(1)
+    for number in (3, 4):
+        eager.run()
+        graph.replay()
+        for got, wanted in zip(captured.results(), eager.results(), strict=True):
+            assert torch.isfinite(wanted).all() and torch.equal(got, wanted)
+        for step in (eager, captured):
+            step.ctl.end_step()
+            step.ctl.begin_step(number)
+    for got, wanted in zip(captured.layer.hq.buffers(), eager.layer.hq.buffers(), strict=True):
+        assert torch.equal(got, wanted)

@@ -197,6 +197,47 @@ def test_c67_a_history_of_another_length_keeps_the_newest_amaxes(before, after, 
     assert all(torch.equal(a, b) for a, b in zip(m.hq.buffers(), twin[0].hq.buffers(), strict=True))
 
 
+@pytest.mark.parametrize("weights", ["high_precision", "quantized"])
+@pytest.mark.parametrize("loads", [[9], [2], [9, 2], [9, 4], [4]])
+def test_a_load_of_other_lengths_leaves_histories_in_their_memory(loads, weights):
+    """Where a captured CUDA graph reads and writes them: from the next step on they have the plan's length again, there."""
+
+    def made(length):
+        rec = _delayed(_history(length)).with_weights(weights)
+        return (m := mh.HybridLinear(96, 32, bias=False, recipe=rec)), mh.prepare(m)
+
+    torch.manual_seed(0)
+    x, dy = torch.randn(64, 96), torch.randn(64, 32)
+    m, ctl = made(4)
+    ctl.begin_step(1)
+    where = {name: buffer.data_ptr() for name, buffer in m.hq.named_buffers()}
+    own = m.state_dict()
+    for length in loads:
+        other, other_ctl = made(length)
+        for step in range(1, 4):
+            _gradient_error(other, step, other_ctl, x * step, dy)
+        m.load_state_dict(_decoded(other.state_dict()))
+    fresh, fresh_ctl = made(4)
+    fresh.load_state_dict(_decoded(other.state_dict()))
+    errors = [_gradient_error(*pair, x, dy) for pair in ((m, 4, ctl), (fresh, 4, fresh_ctl))]
+    assert {name: buffer.data_ptr() for name, buffer in m.hq.named_buffers()} == where
+    assert errors[0] == errors[1]
+    assert all(torch.equal(a, b) for a, b in zip(m.hq.buffers(), fresh.hq.buffers(), strict=True))
+    m.load_state_dict(own)  # what a load brings may be the very buffers
+    assert all(torch.equal(a, b) for a, b in zip(m.hq.buffers(), fresh.hq.buffers(), strict=True))
+
+
+def test_a_state_that_is_the_modules_own_survives_a_load_of_another_length():
+    """Loaded back before the next step: its tensors are the memory that histories go back to."""
+    m, other = (mh.HybridLinear(96, 32, bias=False, recipe=_delayed(_history(length))) for length in (4, 9))
+    ctl = mh.prepare(m)
+    _gradient_error(m, 1, ctl, torch.randn(64, 96), torch.randn(64, 32))
+    own, values = m.state_dict(), [buffer.clone() for buffer in m.hq.buffers()]
+    m.load_state_dict(other.state_dict() | {k: v for k, v in own.items() if not k.endswith("_history")})
+    m.load_state_dict(own)
+    assert all(torch.equal(a, b) for a, b in zip(m.hq.buffers(), values, strict=True))
+
+
 MX = "mxfp8_e4m3"
 SHORT, RANGE = "fp8_delayed_e4m3:history=2", "fp8_delayed_e5m2:history=2,margin=1"
 PLAIN, LIVES = {}, {"weights": "quantized"}
