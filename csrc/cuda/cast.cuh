@@ -78,6 +78,12 @@ __device__ __forceinline__ LineScale e8m0_line_scale(const Direction& d, int32_t
   return {s.multiplier, s.stored};
 }
 
+__device__ __forceinline__ LineScale fp32_line_scale(const Direction& d, int32_t amax, int64_t at, bool store) {
+  const BlockScale s = block_scale<ScaleRule::fp32>(d.spec, amax_from_bits(amax), 1.0f);
+  if (store) static_cast<float*>(d.scale)[at] = bits_float(s.stored);
+  return {s.multiplier, s.stored};
+}
+
 // The scale of a line from its block's amax; stores it when `store` is set. `multipliers`: by code, for one outer scale.
 template <Kind kind>
 __device__ __forceinline__ LineScale line_scale(const Direction& d, int32_t amax, const OuterScale& outer, const float* multipliers,
@@ -91,9 +97,7 @@ __device__ __forceinline__ LineScale line_scale(const Direction& d, int32_t amax
   }
   if (is_preset(d.spec)) return {outer.encode, float_bits(outer.inverse)};
   if (d.spec.scale_rule == ScaleRule::e8m0) return e8m0_line_scale(d, amax, at, store);
-  const BlockScale s = block_scale<ScaleRule::fp32>(d.spec, amax_from_bits(amax), 1.0f);
-  if (store) static_cast<float*>(d.scale)[at] = bits_float(s.stored);
-  return {s.multiplier, s.stored};
+  return fp32_line_scale(d, amax, at, store);
 }
 
 __device__ __forceinline__ bool is_square(const FormatSpec& s) { return s.block_m > 1 && s.block_m == s.block_k; }

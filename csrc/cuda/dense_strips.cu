@@ -23,12 +23,19 @@ __global__ void __launch_bounds__(kThreads, (kCastBlocks<T, kRows && kCols>))
   if (a.noop && *a.noop) return;
   if constexpr (kRows) store_preset_scales(a.row, a.tiling.m);
   if constexpr (kCols) store_preset_scales(a.col, a.tiling.k);
+  const Direction *row = kRows ? &a.row : nullptr, *col = kCols ? &a.col : nullptr;
   const Tile t = a.tiling.tile(blockIdx.x);
+  const Known known(row, col);
   Strip<T> v[1];
   load_tile<T>(args, t, sh, v);
-  const int32_t of_tile = look_at_tile<T>(kRows ? &a.row : nullptr, kCols ? &a.col : nullptr, v[0], sh);
-  if constexpr (kCols) scale_columns<T>(a.col, t, of_tile, v[0], sh);
-  if constexpr (kRows) cast_strip_rows<T>(a.row, t, of_tile, v, sh);
+  if constexpr (kCols) preset_columns<T>(a.col, t, sh);  // while the tile is on its way
+  if constexpr (kRows) preset_rows<T>(a.row, t, sh);
+  const int32_t of_tile = look_at_tile<T>(row, col, known, v[0], sh);
+  if constexpr (kCols) block_columns<T>(a.col, t, of_tile, v[0], sh);
+  if constexpr (kRows) {
+    block_rows<T>(a.row, t, of_tile, v, sh);
+    cast_strip_rows<T>(a.row, t, v[0], sh);
+  }
   if constexpr (kCols) {
     cast_strip_columns<T>(a.col, v[0], sh);
     put_columns(a.col, t, sh.codes, t.rows / kWarpRows);

@@ -53,10 +53,13 @@ __global__ void __launch_bounds__(kThreads, (kStripBlocks<T, Source, kRows>))
   for (int s = 0; s < Source::kStrips; ++s) {
     const Tile here = beside(t, a, s);
     cut<T>(t, v[s]);
-    scale_columns<T>(a.col, here, 0, v[s], sh);
+    preset_columns<T>(a.col, here, sh);
+    block_columns<T>(a.col, here, 0, v[s], sh);
     if constexpr (kRows) {
       const Tile rows = beside(at_rows, a, s);
-      cast_strip_rows<T>(a.row, rows, 0, reinterpret_cast<const Strip<T>(&)[1]>(v[s]), sh);
+      preset_rows<T>(a.row, rows, sh);
+      block_rows<T>(a.row, rows, 0, reinterpret_cast<const Strip<T>(&)[1]>(v[s]), sh);
+      cast_strip_rows<T>(a.row, rows, v[s], sh);
     }
     cast_strip_columns<T>(a.col, v[s], sh);
     put_columns(a.col, here, sh.codes, kWarps);  // zeros where the block has no rows

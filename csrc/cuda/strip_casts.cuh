@@ -10,21 +10,29 @@ namespace mh::cuda {
 // Blocks of 32 elements; the others are as long as the tile.
 __device__ __forceinline__ bool is_fine(const FormatSpec& s) { return s.scale_rule == ScaleRule::e8m0; }
 
-// Raises the histories of delayed scaling to what is cast, and returns the tile's amax where square blocks ask for it.
+// What the histories of delayed scaling are at, a direction each; a barrier to any amax where there is none.
+struct Known {
+  int32_t of_rows = INT32_MAX, of_columns = INT32_MAX;
+
+  __device__ __forceinline__ Known(const Direction* row, const Direction* col) {
+    if (row && row->history) of_rows = load_relaxed(bits_of(row->history));
+    if (col && col->history) of_columns = load_relaxed(bits_of(col->history));
+  }
+  static __device__ __forceinline__ int32_t* bits_of(float* history) { return reinterpret_cast<int32_t*>(history); }
+};
+
+// Raises the histories to what is cast where they are not known to be there, and returns the tile's amax where square
+// blocks ask for it.
 template <class T>
-__device__ __forceinline__ int32_t look_at_tile(const Direction* row, const Direction* col, const Strip<T>& v,
-                                                StripShared<T>& sh) {
+__device__ __forceinline__ int32_t look_at_tile(const Direction* row, const Direction* col, const Known& known,
+                                                const Strip<T>& v, StripShared<T>& sh) {
   const bool squares = (row && is_square(row->spec)) || (col && is_square(col->spec));
   const bool histories = (row && row->history) || (col && col->history);
   if (!squares && !histories) return 0;
-  const int32_t mine = warp_amax<T>(v);
+  const int32_t mine = warp_amax<T>(v), raised = mine > kInfBits ? kNanBits : mine;
   const bool first = threadIdx.x % kWarp == 0;
-  for (const Direction* d : {row, col}) {
-    if (!first || !d || !d->history) continue;
-    auto* history = reinterpret_cast<int32_t*>(d->history);
-    const int32_t amax = mine > kInfBits ? kNanBits : mine;
-    if (load_relaxed(history) < amax) atomicMax(history, amax);  // most are below what is there
-  }
+  if (first && row && known.of_rows < raised) atomicMax(Known::bits_of(row->history), raised);
+  if (first && col && known.of_columns < raised) atomicMax(Known::bits_of(col->history), raised);
   if (!squares) return 0;
   if (first) sh.most[threadIdx.x / kWarp] = mine;
   __syncthreads();
@@ -34,13 +42,21 @@ __device__ __forceinline__ int32_t look_at_tile(const Direction* row, const Dire
   return all;
 }
 
-// The multipliers of the tile's columns; stores scales of blocks. `of_tile`: of square blocks.
+// Multipliers of columns that are known before the cast.
 template <class T>
-__device__ __forceinline__ void scale_columns(const Direction& d, const Tile& t, int32_t of_tile, const Strip<T>& v,
+__device__ __forceinline__ void preset_columns(const Direction& d, const Tile& t, StripShared<T>& sh) {
+  const int c = threadIdx.x;
+  if (is_preset(d.spec) && c < t.cols) sh.of_column[0][c] = outer_scale<Kind::fp8>(d, t.lines + t.k0 + c).encode;
+}
+
+// The others, of scales of blocks, which this stores. `of_tile`: the amax of square blocks.
+template <class T>
+__device__ __forceinline__ void block_columns(const Direction& d, const Tile& t, int32_t of_tile, const Strip<T>& v,
                                               StripShared<T>& sh) {
   const int c = threadIdx.x;
-  const bool blocks = !is_preset(d.spec), lines = blocks && !is_square(d.spec);
-  if (lines) {
+  if (is_preset(d.spec)) return;
+  const bool square = is_square(d.spec);
+  if (!square) {
     share_amaxes<T>(v, sh);
     __syncthreads();
   }
@@ -55,26 +71,37 @@ __device__ __forceinline__ void scale_columns(const Direction& d, const Tile& t,
       const bool store = column < t.cols && block * kFine < t.rows;
       sh.of_column[block][column] = e8m0_line_scale(d, amax, at, store).mult;
     }
-    return;
+  } else if (c < t.cols) {
+    const int32_t amax = square ? of_tile : column_amax<kWarps, T>(c, 0, sh);
+    const bool store = (c & (d.spec.block_k - 1)) == 0;
+    sh.of_column[0][c] = fp32_line_scale(d, amax, scale_index(d, t, 0, c), store).mult;
   }
-  if (c >= t.cols) return;
-  const int32_t amax = lines ? column_amax<kWarps, T>(c, 0, sh) : of_tile;
-  const OuterScale outer = outer_scale<Kind::fp8>(d, t.lines + t.k0 + c);
-  const bool store = blocks && (c & (d.spec.block_k - 1)) == 0;
-  sh.of_column[0][c] = line_scale<Kind::fp8>(d, amax, outer, nullptr, scale_index(d, t, 0, c), store).mult;
+}
+
+template <class T>
+__device__ __forceinline__ void set_row(int i, float mult, StripShared<T>& sh) {
+  MH_UNROLL
+  for (int block = 0; block < kFinesAcross; ++block) sh.of_row[i][block] = mult;
 }
 
 // The same of a warp's rows.
 template <class T>
-__device__ __forceinline__ void scale_rows(const Direction& d, const Tile& t, int32_t of_tile, const Strip<T> (&v)[1],
+__device__ __forceinline__ void preset_rows(const Direction& d, const Tile& t, StripShared<T>& sh) {
+  const int lane = threadIdx.x % kWarp, i = threadIdx.x / kWarp * kWarpRows + lane;
+  if (!is_preset(d.spec)) return;
+  if (lane < kWarpRows) set_row(i, outer_scale<Kind::fp8>(d, t.m0 + min(i, t.rows - 1)).encode, sh);
+  __syncwarp();
+}
+
+template <class T>
+__device__ __forceinline__ void block_rows(const Direction& d, const Tile& t, int32_t of_tile, const Strip<T> (&v)[1],
                                            StripShared<T>& sh) {
   const int lane = threadIdx.x % kWarp, i0 = threadIdx.x / kWarp * kWarpRows;
-  const bool blocks = !is_preset(d.spec), lines = blocks && !is_square(d.spec);
+  if (is_preset(d.spec)) return;
   if (is_fine(d.spec)) {
     PairAmax<T> amax;
     amax.most[0] = fine_amaxes<T>(v);
-    const int block = lane / kFineLanes, j = block * kFine;
-    const int first = i0 + fine_row();
+    const int block = lane / kFineLanes, j = block * kFine, first = i0 + fine_row();
     int64_t at = scale_index(d, t, first, j);
     MH_UNROLL
     for (int e = 0; e < 2; ++e, at += d.scale_step_m) {
@@ -82,15 +109,11 @@ __device__ __forceinline__ void scale_rows(const Direction& d, const Tile& t, in
       sh.of_row[first + e][block] = e8m0_line_scale(d, e ? amax.hi() : amax.lo(), at, store).mult;
     }
   } else {
-    const int32_t amax = lines ? row_amax<T>(v) : of_tile;
     const int i = i0 + own_row();
-    const OuterScale outer = outer_scale<Kind::fp8>(d, t.m0 + min(i, t.rows - 1));
-    const bool store = blocks && lane < kWarpRows && i < t.rows && (i & (d.spec.block_m - 1)) == 0;
-    const float mult = line_scale<Kind::fp8>(d, amax, outer, nullptr, scale_index(d, t, i, 0), store).mult;
-    if (lane < kWarpRows) {
-      MH_UNROLL
-      for (int block = 0; block < kFinesAcross; ++block) sh.of_row[i][block] = mult;
-    }
+    const int32_t amax = is_square(d.spec) ? of_tile : row_amax<T>(v);
+    const bool mine = lane < kWarpRows, store = mine && i < t.rows && (i & (d.spec.block_m - 1)) == 0;
+    const float mult = fp32_line_scale(d, amax, scale_index(d, t, i, 0), store).mult;
+    if (mine) set_row(i, mult, sh);
   }
   __syncwarp();
 }
@@ -156,12 +179,11 @@ __device__ __forceinline__ void put_columns(const Direction& d, const Tile& t, c
   }
 }
 
-// Scales and codes of a warp's rows.
+// Codes of a warp's rows, whose scales are made.
 template <class T>
-__device__ __forceinline__ void cast_strip_rows(const Direction& d, const Tile& t, int32_t of_tile,
-                                                const Strip<T> (&v)[1], StripShared<T>& sh) {
-  scale_rows<T>(d, t, of_tile, v, sh);
-  d.spec.element == Element::e5m2 ? put_rows<E5M2, T>(d, t, v[0], sh) : put_rows<E4M3, T>(d, t, v[0], sh);
+__device__ __forceinline__ void cast_strip_rows(const Direction& d, const Tile& t, const Strip<T>& v,
+                                                StripShared<T>& sh) {
+  d.spec.element == Element::e5m2 ? put_rows<E5M2, T>(d, t, v, sh) : put_rows<E4M3, T>(d, t, v, sh);
 }
 
 // Columns, whose scales are made, to the staging area; barriers before and after.
