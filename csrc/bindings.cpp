@@ -22,9 +22,11 @@ namespace {
 #if defined(MH_IS_CUDA)
 constexpr const char* kWhereArg = "device";
 constexpr bool kIsCuda = true;
+constexpr auto kGroupAmax = &backend::group_amax;
 #else
 constexpr const char* kWhereArg = "threads";
 constexpr bool kIsCuda = false;
+constexpr decltype(mh::Casts::group_amax) kGroupAmax = nullptr;
 #endif
 
 template <class T>
@@ -352,7 +354,8 @@ PYBIND11_MODULE(MH_MODULE, m) {
         py::arg("amax"), py::arg("fixed_scale"), py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"),
         py::arg(kWhereArg));
   m.attr("PANEL_ROWS") = mh::kPanelRows;
-  static const mh::Casts casts{&backend::amax, &backend::quantize, &backend::decode_operands, &backend::outer_scale};
+  static const mh::Casts casts{&backend::amax, &backend::quantize, &backend::decode_operands, &backend::outer_scale,
+                               kGroupAmax};
   m.attr("INTERFACE") = mh::kInterface;
   m.attr("CASTS") = py::capsule(&casts, mh::kCastsCapsule);
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),

@@ -18,6 +18,7 @@ struct Casts {
   void (*quantize)(const PairArgs&, const Where&);
   void (*decode_operands)(const OperandsArgs&, const Where&);
   void (*outer_scale)(const float* amax, float* out, int64_t n, const Where&);
+  void (*group_amax)(const GroupAmaxArgs&, const Where&);  // null where groups are not cast: on the CPU
 };
 
 constexpr const char* kMatmulCapsule = "megatron_hybrid.matmul";

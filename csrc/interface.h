@@ -1,9 +1,9 @@
-// The number of what extensions offer one another (entry.h) and of what megatron_hybrid/node.py tells `_C_node`: raised with
+// The number of what extensions offer one another (entry.h) and of what megatron_hybrid/node.py and grouped_node.py tell `_C_node`: raised with
 // either, so that parts of different builds are noticed instead of called.
 #pragma once
 
 namespace mh {
 
-constexpr int kInterface = 8;
+constexpr int kInterface = 9;
 
 }  // namespace mh

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import grouped_node, node
 from .expert_stack import ExpertStack
 from .formats import COLUMNWISE, ROWWISE, shares_codes
 from .gemm import grouped as gemms
@@ -52,6 +53,11 @@ class GroupedPlan:
         for operand, width in ((INPUT, K), (GRAD_OUTPUT, N)):
             found[operand] = GroupedCasts(self.plans[0], operand, width, self.dtype, self.alignment)
         return found
+
+    @functools.cached_property
+    def node(self) -> grouped_node.GroupedNodePlan | None:
+        """How the C++ node runs calls; None for a plan that is Python's (`grouped_node.why_not`)."""
+        return grouped_node.GroupedNodePlan.of(self)
 
     def __str__(self) -> str:
         names = ", ".join(f"{gemm} {getattr(self, gemm).name}" for gemm in ("fprop", "dgrad", "wgrad"))
@@ -235,19 +241,27 @@ class GroupedAtOnceFunction(torch.autograd.Function):
 
 
 def _backward(ctx, dy):
-    call, weights, needs = ctx.call, ctx.weights, ctx.wanted
-    how, plans, groups = call.how, call.how.plans, call.groups
     x_kept, w_kept = ctx.unpack(ctx.saved_tensors)
+    dx, db, dws = gradients(ctx.call, ctx.wanted, x_kept, w_kept, ctx.weights, dy, ctx.dtype)
+    return dx, db, None, *dws
+
+
+def gradients(call: GroupedCall, needs, x_kept, w_kept, weights, dy, dtype):
+    """(dx, db, those of the weights), None where `needs` (of x, of the weights, of the bias) has it that nobody asks.
+
+    x_kept, w_kept: what forward kept of x and of the weights. dtype: of x.
+    """
+    how, plans, groups = call.how, call.how.plans, call.groups
     dx, dws, db = None, [None] * len(weights), None
     dy_row, dy_col = call.gradient(dy, *needs[:2])
     if needs[0]:
-        dx = how.dgrad.rows("dgrad", plans, dy_row, call.kept_weight(w_kept), groups, ctx.dtype)
+        dx = how.dgrad.rows("dgrad", plans, dy_row, call.kept_weight(w_kept), groups, dtype)
         dx = dx if groups.copies is None else groups.copies.sum(dx)
     if needs[1]:
         dws = call.weight_gradients(dy_col, call.kept_input(x_kept), weights)
     if needs[2]:
         db = group_sums(dy if groups.sums is None else groups.sums.expand(dy), groups)
-    return dx, db, None, *dws
+    return dx, db, dws
 
 
 _backward_once = once_differentiable(_backward)
@@ -256,10 +270,16 @@ _backward_once = once_differentiable(_backward)
 def call_for_gradient(x: torch.Tensor) -> GroupedCall | None:
     """The call that made `x`, which nothing else reads, if its backward is next and takes x's gradient as payloads."""
     made_by = x.grad_fn
-    if type(made_by) is not GroupedAtOnceFunction._backward_cls or x._backward_hooks or x.retains_grad:
+    if type(made_by) not in _backward_types() or x._backward_hooks or x.retains_grad:
         return None
     whole = made_by.wanted == (True, True, False)
     return made_by.call if whole and made_by.call.takes_computed(GRAD_OUTPUT) else None
+
+
+@functools.lru_cache(maxsize=None)
+def _backward_types() -> tuple:
+    own = () if node.library() is None else (node.library().GroupedBackward,)
+    return GroupedAtOnceFunction._backward_cls, *own
 
 
 def forward(x, weights, bias, call: GroupedCall, *, keep_input: bool, keep_weight: bool):
@@ -298,4 +318,6 @@ def grouped_at_once(x, weights, bias, call: GroupedCall) -> torch.Tensor:
     """`y[group e] = x[group e] @ weight[e].T + bias[e]` for all groups. weights: as `GroupedAtOnceFunction`'s."""
     if not torch.is_grad_enabled():
         return forward(x, weights, bias, call, keep_input=False, keep_weight=False)[0]
-    return GroupedAtOnceFunction.apply(x, bias, call, *weights)
+    by_node = call.how.node if bias is None else None
+    y = None if by_node is None else by_node(x, weights, call)
+    return GroupedAtOnceFunction.apply(x, bias, call, *weights) if y is None else y

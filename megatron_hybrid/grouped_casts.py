@@ -43,6 +43,11 @@ class GroupedCasts:
                 self._both = GroupCast(row, col)
         self.takes_computed = self._both is not None and dtype.itemsize == 2 and width % self._COMPUTED[operand] == 0
 
+    @property
+    def one_read(self) -> bool:
+        """Whether rows and columns of plain tensors come from one read, by kernels for all groups."""
+        return self._both is not None and self._row is not None and self.casts_tokens
+
     def rows(self, x: torch.Tensor) -> QuantizedStorage | None:
         """The rowwise payload of x (T, K); None: this is not the way to make it."""
         if self._row is None or kernels.traced(x):

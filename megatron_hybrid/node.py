@@ -26,7 +26,7 @@ from .storage import QuantizedStorage
 from .storage_layout import relayout
 from .tensor import HybridTensor
 
-_INTERFACE = 8  # csrc/interface.h
+_INTERFACE = 9  # csrc/interface.h
 _KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
 _NO_TYPES, _NO_MODES = {torch.bfloat16: 0, torch.float32: 0}, {"none": 0}  # of a plan that does not ask cuBLASLt
 
@@ -38,10 +38,11 @@ def library():
         module = importlib.import_module("megatron_hybrid._C_node")
     except ImportError:
         return None
-    return module if _fits(module) else None
+    return module if fits(module) else None
 
 
-def _fits(module) -> bool:
+def fits(module) -> bool:
+    """Whether an extension is there, of the time of this file."""
     return getattr(module, "INTERFACE", None) == _INTERFACE
 
 
@@ -53,7 +54,7 @@ def serves(device_type: str) -> bool:
     except RuntimeError:
         return False
     products = cublaslt.library() if device_type == "cuda" else None
-    return library() is not None and _fits(casts) and (products is None or _fits(products))
+    return library() is not None and fits(casts) and (products is None or fits(products))
 
 
 class NodePlan:
@@ -66,7 +67,7 @@ class NodePlan:
         direct = any(_asks_cublaslt(step) for step in steps) and cublaslt.library() is not None
         types, modes = cublaslt.codes() if direct else (_NO_TYPES, _NO_MODES)
         self.run = library().Plan(
-            sides=[[_side(side) for side in (cast.row, cast.col)] for cast in casts],
+            sides=[[side(s) for s in (cast.row, cast.col)] for cast in casts],
             products=[_product(step) for step in steps], kept=kept, derives=[cast.derives for cast in casts], sums=sums,
             bf16=types[torch.bfloat16], fp32=types[torch.float32], no_scale=modes["none"],
             casts=kernels.extension(device_type).CASTS, matmul=cublaslt.library().MATMUL if direct else None,
@@ -100,7 +101,8 @@ def shards_of(plan) -> dict | None:
     return dict(gathered=list(quantizers).index(sharding.gathered), ways=ways, unit=unit, **amaxes)
 
 
-def _side(side):
+def side(side):
+    """A `SideCast` as the node reads it."""
     fmt, axis = side.format, DIRECTIONS.index(side.direction)
     if not side.quantized:
         return library().Side(quantized=False, axis=axis)

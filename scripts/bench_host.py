@@ -1,7 +1,7 @@
 """Host time of a linear's forward and backward against `torch.nn.Linear`'s in the same run (goal P9).
 
     python scripts/bench_host.py [--device cuda] [--tokens 16 --features 1024] [--python] [--tensor-parallel] [--json OUT]
-    python scripts/bench_host.py --grouped 128 [--tokens 128 --features 256] [--json OUT]
+    python scripts/bench_host.py --grouped 128 [--tokens 128 --features 256] [--python] [--no-kernels] [--json OUT]
 
 The device waits for the host at this size, so that wall time is host time; every round times each linear once, in turn,
 with the backward in autograd's own thread, as torch has it for CUDA tensors, and in the calling one
@@ -13,18 +13,20 @@ bench_tp.py.
 
 --grouped E: a grouped linear of E experts, tokens spread over them evenly, sizes of groups on the device, beside
 `torch._grouped_mm` in bf16; on the CPU beside a loop of `torch.nn.functional.linear`. "autograd": an empty function of
-autograd in Python, whose two calls no Python linear can do without.
+autograd in Python, whose two calls no Python linear can do without. --no-kernels: on the CPU, what the host does for a Hopper
+GPU, with kernels and GEMMs that do nothing; FP8 recipes only, and against the empty function.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import time
 
+import bench_host_grouped
 import bench_host_tp
 import torch
-import torch.nn.functional as F
 from bench_common import median, write_result
 from bench_linear import load_recipe
 
@@ -35,6 +37,7 @@ RECIPES = [
     "bf16", "fp8_delayed", "fp8_current", "fp8_rowwise", "fp8_block", "current+block", "mxfp8", "nvfp4_plain", "nvfp4"
 ]  # fmt: skip
 GROUPED_RECIPES = ["bf16", "fp8_rowwise", "fp8_block", "mxfp8"]  # those whose experts run at once
+FP8_RECIPES = ["fp8_rowwise", "fp8_block"]  # those whose every kernel is ours
 
 
 def layers(args) -> dict:
@@ -53,62 +56,6 @@ def layers(args) -> dict:
                 layer.plan.lean.node = None
             found[name + (", weight cached" if cached else "") + (", by Python" if python else "")] = layer
     return found
-
-
-class TorchGrouped(torch.nn.Module):
-    """What torch has for groups: `_grouped_mm` on a GPU, elsewhere a linear a group."""
-
-    def __init__(self, num: int, features: int, **made):
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(num, features, features, **made) * features**-0.5)
-
-    def forward(self, x, sizes):
-        if x.is_cuda:
-            return torch._grouped_mm(x, self.weight.transpose(1, 2), offs=sizes.cumsum(0, dtype=torch.int32))
-        return torch.cat([F.linear(part, w) for part, w in zip(x.split(sizes.tolist()), self.weight.unbind())])
-
-
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
-
-
-class Nothing(TorchGrouped):
-    """An empty function of autograd."""
-
-    def forward(self, x, sizes):
-        return _Nothing.apply(x, self.weight)
-
-
-def grouped_layers(args) -> dict:
-    """torch's groups, nothing, and every recipe's grouped linear, as `layers` has them."""
-    num, features, made = args.grouped, args.features, dict(device=args.device, dtype=torch.bfloat16)
-    found = {"torch": TorchGrouped(num, features, **made), "autograd": Nothing(num, features, **made)}
-    for name, cached in itertools.product(args.recipes, (False, True)):
-        layer = mh.HybridGroupedLinear(num, features, features, recipe=load_recipe(name), name="experts.fc1", **made)
-        if isinstance(layer.how, str):
-            raise SystemExit(f"{name}: experts run one by one: {layer.how}")
-        if cached:
-            mh.prepare(layer, num_microbatches=1).begin_step(1)
-        found[name + (", weight cached" if cached else "")] = layer
-    sizes = torch.full((num,), args.tokens // num, dtype=torch.int32, device=args.device)
-    sizes[0] += args.tokens - num * (args.tokens // num)
-    return {name: Sized(layer, sizes) for name, layer in found.items()}
-
-
-class Sized:
-    """A grouped linear of groups of these sizes, called as a linear is."""
-
-    def __init__(self, layer, sizes):
-        self.layer, self.sizes, self.weight = layer, sizes, layer.weight
-
-    def __call__(self, x):
-        return self.layer(x, self.sizes)
 
 
 def step(layer, x, dy) -> None:
@@ -156,6 +103,15 @@ def tensor_parallel_rows(args) -> list[dict]:
     return rows
 
 
+def one_rank_rows(args) -> list[dict]:
+    """Of linears and of grouped ones."""
+    of_rounds = min if args.least else median
+    shapes = ((args.tokens, args.features),) * 2
+    with bench_host_grouped.no_kernels() if args.no_kernels else contextlib.nullcontext():
+        found = (bench_host_grouped.layers if args.grouped else layers)(args)
+        return rows_of(found, shapes, args, bench_host_grouped.EMPTY if args.no_kernels else "torch", of_rounds)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -164,6 +120,7 @@ def main() -> None:
     parser.add_argument("--grouped", type=int, metavar="E", help="grouped linears of E experts")
     parser.add_argument("--recipes", nargs="+", help="names or paths")
     parser.add_argument("--python", action="store_true", help="compare with Python's functions")
+    parser.add_argument("--no-kernels", action="store_true", help="grouped ones on the CPU, with kernels that do nothing")
     parser.add_argument("--tensor-parallel", action="store_true", help="of two ranks, one of which is a stand-in")
     parser.add_argument("--least", action="store_true", help="the least of all rounds, not the median: for busy machines")
     parser.add_argument("--rounds", type=int, default=15)
@@ -173,18 +130,16 @@ def main() -> None:
     args = parser.parse_args()
     args.tokens = args.tokens or args.grouped or 16
     args.features = args.features or (256 if args.grouped else 1024)
-    args.recipes = args.recipes or (GROUPED_RECIPES if args.grouped else RECIPES)
-    if args.tensor_parallel:
-        rows = tensor_parallel_rows(args)
-    else:
-        found, of_rounds = (grouped_layers if args.grouped else layers)(args), min if args.least else median
-        rows = rows_of(found, ((args.tokens, args.features),) * 2, args, "torch", of_rounds)
+    args.recipes = args.recipes or (FP8_RECIPES if args.no_kernels else GROUPED_RECIPES if args.grouped else RECIPES)
+    if args.no_kernels and (args.device != "cpu" or not args.grouped):
+        parser.error("--no-kernels: of --grouped on the CPU")
+    rows = tensor_parallel_rows(args) if args.tensor_parallel else one_rank_rows(args)
     cells = tuple(
         (f"{r.get('kind', '')} {r['what']}".strip(), "autograd's" if r["autograd_thread"] else "caller's", f"{r['us']:.0f}",
          f"{r['over_torch']:.2f}")
         for r in rows
     )  # fmt: skip
-    against = "x Megatron's" if args.tensor_parallel else "x torch"
+    against = "x Megatron's" if args.tensor_parallel else "x an empty function" if args.no_kernels else "x torch"
     said = f"{args.device}, {args.tokens} x {args.features}" + (f", {args.grouped} experts" if args.grouped else "")
     print(Table(("linear", "backward's thread", "us", against), cells, (said,)))
     sizes = dict(tokens=args.tokens, features=args.features, experts=args.grouped)

@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../interface.h"
 #include "grouped.h"
 
 namespace py = pybind11;
@@ -57,6 +58,9 @@ PYBIND11_MODULE(_C_gemm, m) {
   m.doc() = "GEMMs of all groups on Hopper; called through megatron_hybrid.gemm.";
   py::class_<Codes>(m, "Codes", py::module_local())
       .def(py::init<uintptr_t, uintptr_t, bool>(), py::arg("data"), py::arg("scale"), py::arg("e5m2"));
+  static const mh::gemm::Grouped grouped{&mh::gemm::rows, &mh::gemm::columns};
+  m.attr("INTERFACE") = mh::kInterface;
+  m.attr("GROUPED") = py::capsule(&grouped, mh::gemm::kGroupedCapsule);
   define<&mh::gemm::rows>(m, "rows", "out (T, n): every row of a (T, k) with its group's b (E * n, k).");
   define<&mh::gemm::columns>(m, "columns", "out (E, rows_a, n): a (rows_a, k) and b (n, k) over every group's blocks.");
   define_decoding(m);

@@ -41,4 +41,12 @@ void rows(const GroupedArgs& args, const Where& where);
 // (E, n) ; (k / 128, rows_a), (k / 128, n).
 void columns(const GroupedArgs& args, const Where& where);
 
+// What csrc/node calls of these, in a capsule: `_C_gemm.GROUPED`.
+constexpr const char* kGroupedCapsule = "megatron_hybrid.grouped";
+
+struct Grouped {
+  void (*rows)(const GroupedArgs&, const Where&);
+  void (*columns)(const GroupedArgs&, const Where&);
+};
+
 }  // namespace mh::gemm

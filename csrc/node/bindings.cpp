@@ -10,7 +10,7 @@
 #include <typeinfo>
 
 #include "../interface.h"
-#include "linear.h"
+#include "grouped.h"
 
 namespace mh::node {
 namespace {
@@ -158,6 +158,7 @@ PYBIND11_MODULE(_C_node, m) {
       .def(py::init(&make_plan), py::kw_only(), py::arg("sides"), py::arg("products"), py::arg("kept"),
            py::arg("derives"), py::arg("sums"), py::arg("bf16"), py::arg("fp32"), py::arg("no_scale"), py::arg("casts"), py::arg("matmul"), py::arg("workspace_bytes"), py::arg("python"), py::arg("sharding"))
       .def("__call__", &linear, py::arg("x"), py::arg("weight"), py::arg("bias"), py::arg("call"));
+  bind_grouped(m);
   m.attr("INTERFACE") = mh::kInterface;
   m.attr("LinearBackward") = node_type();
 }

@@ -109,9 +109,6 @@ bool LinearNode::look_at_weight() const {
   return py::hasattr(w, "main_grad") || py::hasattr(w, "take_main_grad");
 }
 
-namespace {
-
-// Whether tensors that are made now have memory, and nobody makes a graph of what runs; kernels.py's `traced`.
 bool makes_memory() {
   using Key = c10::impl::TorchDispatchModeKey;
   if (!c10::impl::dispatch_mode_enabled()) return true;
@@ -119,6 +116,8 @@ bool makes_memory() {
     if (c10::impl::TorchDispatchModeTLS::get_mode(key).has_value()) return false;
   return true;
 }
+
+namespace {
 
 bool readable(const Plan& plan, const Tensor& dy) {
   if (dy.key_set().has(c10::DispatchKey::Python)) return has_memory(plan, dy);
@@ -177,13 +176,10 @@ variable_list LinearNode::backward(const Tensor& dy) {
 
 variable_list LinearNode::apply(variable_list&& grads) {
   const Tensor dy = grads[0].defined() ? grads[0] : input_metadata(0).zeros_like();
-  if (!at::GradMode::is_enabled()) return backward(dy);
-  variable_list made;
-  {
-    const at::NoGradGuard no_grad;
-    made = backward(dy);
-  }
-  if (!dy.requires_grad()) return made;
+  return once(dy, [this](const Tensor& dy) { return backward(dy); });
+}
+
+variable_list refused(variable_list made) {
   const auto refuse = std::make_shared<torch::autograd::DelayedError>(
       "trying to differentiate twice a function that was marked with @once_differentiable", made.size());
   for (Tensor& t : made)
@@ -191,9 +187,6 @@ variable_list LinearNode::apply(variable_list&& grads) {
   return (*refuse)(std::move(made));
 }
 
-namespace {
-
-// Whether the node can take a call that lean.py can: on the current device, and with nothing that looks in from outside.
 bool runs(const Tensor& x, const Tensor& w, PyObject* b_object) {
   const auto device = x.device();
   if (b_object != Py_None && !THPVariable_CheckExact(b_object)) return false;
@@ -204,6 +197,8 @@ bool runs(const Tensor& x, const Tensor& w, PyObject* b_object) {
   if (at::SavedTensorDefaultHooks::get_hooks().has_value()) return false;
   return !torch::autograd::isFwGradDefined(x) && !torch::autograd::isFwGradDefined(w);
 }
+
+namespace {
 
 // Whether the node can put together what ranks have: rows that are whole blocks, and nothing that linear.py does otherwise.
 bool takes(const Plan& plan, const Ranks* ranks, const std::array<bool, 3>& needs, int64_t rows, bool cached) {

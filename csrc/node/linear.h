@@ -63,7 +63,31 @@ struct LinearNode : torch::autograd::Node {
   variable_list apply(variable_list&& grads) override;
 };
 
+// Whether tensors that are made now have memory, and nobody makes a graph of what runs; kernels.py's `traced`.
+bool makes_memory();
+
+// Whether a node can take a call that Python's function can: on the current device, and with nothing that looks in from outside.
+bool runs(const Tensor& x, const Tensor& w, PyObject* b_object);
+
+// The gradients that `backward` makes of dy, which cannot be differentiated.
+template <class Backward>
+variable_list once(const Tensor& dy, Backward&& backward);
+
+// These, behind a function that refuses to be differentiated.
+variable_list refused(variable_list made);
+
 // y = x @ w.T + b, or None: Python's linear is the one for this call. x (..., K), w (N, K).
 py::object linear(const std::shared_ptr<Plan>& plan, py::handle x, py::handle w, py::handle b, py::handle call);
+
+template <class Backward>
+variable_list once(const Tensor& dy, Backward&& backward) {
+  if (!at::GradMode::is_enabled()) return backward(dy);
+  variable_list made;
+  {
+    const at::NoGradGuard no_grad;
+    made = backward(dy);
+  }
+  return dy.requires_grad() ? refused(std::move(made)) : made;
+}
 
 }  // namespace mh::node

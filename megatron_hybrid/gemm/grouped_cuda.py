@@ -27,6 +27,11 @@ def library():
         return None
 
 
+def kind_of(kind: int, fast: bool) -> str:
+    """The extension's word for scales of a kind, and whether sums stay in the tensor cores."""
+    return _KINDS[kind, fast]
+
+
 def takes(*tensors: torch.Tensor) -> bool:
     """Whether operands, scales and result are here and can be read and written in runs of 16 bytes."""
     here = all([t.is_cuda and t.data_ptr() % _ALIGN == 0 for t in tensors])

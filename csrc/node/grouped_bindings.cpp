@@ -1,0 +1,88 @@
+// The grouped linear's plan and node as Python sees them.
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
+
+#include <map>
+#include <typeinfo>
+
+#include "grouped.h"
+
+namespace mh::node {
+namespace {
+
+const GroupedNode& node_of(PyObject* self) {
+  return static_cast<const GroupedNode&>(*reinterpret_cast<torch::autograd::THPCppFunction*>(self)->cdata);
+}
+
+// Of x, of the weights, of a bias, as grouped_at_once.py's function has it.
+PyObject* get_wanted(PyObject* self, void*) {
+  const auto& needs = node_of(self).needs;
+  return py::make_tuple(needs[0], needs[1], false).release().ptr();
+}
+
+PyObject* get_call(PyObject* self, void*) {
+  return py::reinterpret_borrow<py::object>(held(node_of(self).call)).release().ptr();
+}
+
+// What is kept for backward.
+PyObject* get_saved(PyObject* self, void*) {
+  HANDLE_TH_ERRORS
+  const GroupedNode& node = node_of(self);
+  py::list found;
+  if (!node.released) {
+    for (const Tensor& t : {node.x_column.codes, node.x_column.scale})
+      if (t.defined()) found.append(wrap(t));
+    if (node.needs[0])
+      for (const SavedVariable* kept : {&node.w_codes, &node.w_scale}) found.append(wrap(kept->unpack()));
+  }
+  return found.release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+py::object node_type() {
+  using namespace torch::autograd;  // whose functions the macro names
+  static PyMethodDef methods[] = {
+      {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
+      {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
+      {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
+      {"name", THPCppFunction_name, METH_NOARGS, nullptr},
+      {"_sequence_nr", THPCppFunction_sequence_nr, METH_NOARGS, nullptr},
+      {nullptr, nullptr, 0, nullptr},
+  };
+  static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES,
+                                     {"wanted", get_wanted, nullptr, nullptr, nullptr},
+                                     {"call", get_call, nullptr, nullptr, nullptr},
+                                     {"saved_tensors", get_saved, nullptr, nullptr, nullptr},
+                                     {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyTypeObject type;
+  _initFunctionPyTypeObject(type, "GroupedLinearBackward", properties, methods);
+  registerCppFunction(typeid(GroupedNode), &type);
+  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&type));
+}
+
+GroupedProduct make_product(const std::string& kind, const std::array<bool, 2>& e5m2) {
+  using gemm::Kind;
+  const std::map<std::string, Kind> kinds{
+      {"row_fast", Kind::row_fast}, {"row", Kind::row}, {"block", Kind::block}, {"tile", Kind::tile}};
+  return {kinds.at(kind), e5m2};
+}
+
+std::shared_ptr<GroupedPlan> make_plan(const std::shared_ptr<Plan>& expert, const std::array<GroupedProduct, 3>& products,
+                                       const py::capsule& gemms, int64_t experts) {
+  return std::make_shared<GroupedPlan>(GroupedPlan{expert, products, gemms.get_pointer<const gemm::Grouped>(), experts});
+}
+
+}  // namespace
+
+void bind_grouped(py::module_& m) {
+  py::class_<GroupedProduct>(m, "GroupedProduct", py::module_local())
+      .def(py::init(&make_product), py::kw_only(), py::arg("kind"), py::arg("e5m2"));
+  py::class_<GroupedPlan, std::shared_ptr<GroupedPlan>>(m, "GroupedPlan", py::module_local())
+      .def(py::init(&make_plan), py::kw_only(), py::arg("expert"), py::arg("products"), py::arg("gemms"), py::arg("experts"))
+      .def("__call__", &grouped, py::arg("x"), py::arg("weights"), py::arg("where"), py::arg("copies"), py::arg("sums"),
+           py::arg("call"));
+  m.attr("GroupedBackward") = node_type();
+}
+
+}  // namespace mh::node
