@@ -172,7 +172,7 @@ bool measures_lines(bool has, const QuantizeArgs& a) { return has && is_measured
 // columns are taken in one read, and those of rows alone where the cast holds whole rows. Those of rows beside columns
 // that need none are taken on the way of another cast (panels.cuh), which is left to it.
 bool cast_by_strips(const PairArgs& p, const Where& where) {
-  if (p.derived || p.sums || is_computed(p) || !(p.has_row || p.has_col)) return false;
+  if (p.derived || p.sums || !(p.has_row || p.has_col)) return false;
   const Matrix x = matrix_of(p);
   if (x.rows * x.cols == 0 || !(fits(p, false) || fits(p, true))) return false;
   const bool swapped = sees_swapped(p, x);
@@ -180,6 +180,10 @@ bool cast_by_strips(const PairArgs& p, const Where& where) {
   const QuantizeArgs &of_rows = swapped ? p.col : p.row, &of_columns = swapped ? p.row : p.col;
   StripArgs s{};
   s.cast = cast_args(p, x, swapped, false);
+  if (p.grad) {  // a thread block has both halves of its tile's rows
+    s.cast.tiling = make_tiling(x.rows, x.cols / 2, false);
+    s.cast.items = s.cast.tiling.count;
+  }
   s.cast.noop = (p.has_row ? p.row : p.col).noop;
   const bool lines = measures_lines(rows, of_rows), both = lines && measures_lines(cols, of_columns);
   s.of_rows = lines ? reinterpret_cast<int32_t*>(of_rows.measured) : nullptr;

@@ -144,10 +144,6 @@ __device__ __forceinline__ float converted_again(const Pair<T>& p, bool upper) {
   return upper ? p.hi() : p.lo();
 }
 
-// Thread blocks of a cast that a multiprocessor runs at once. Four leave a thread 64 registers, too few for FP16.
-template <class T, bool kBoth>
-constexpr int kCastBlocks = kBoth && !std::is_same_v<T, BFloat16> ? 3 : 4;
-
 template <class E, class T>
 __device__ __forceinline__ void stage_columns(const Direction& d, const Strip<T>& v, StripShared<T>& sh) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -196,8 +192,9 @@ __device__ __forceinline__ void cast_strip_columns(const Direction& d, const Str
 
 constexpr int64_t kLongestRow = INT32_MAX / 2;  // bytes of a row and numbers of rows are 32 bits
 
-// Whether strips can be read of a tensor.
+// Whether strips can be read of a tensor, and of what they are computed from: halves of a gradient are whole tiles.
 inline bool fits_tensor(const CastArgs& a) {
+  if (a.grad && (a.x.cols / 2 % kTile || a.grad_stride > kLongestRow)) return false;
   return a.x.dtype != Dtype::f32 && a.vector && a.x.cols % kLaneCols == 0 && a.x.row_stride <= kLongestRow;
 }
 
@@ -223,6 +220,9 @@ constexpr StripScales kStripScales[] = {
     {ScaleRule::fp32, 0, 0, true, true, true, false},      // fp8_current, fp8_delayed
     {ScaleRule::fp32, 128, 128, true, true, true, false},  // fp8_block:2d
 };
+
+// Whether SwiGLU and its gradient are computed in strips of whole tensors.
+constexpr bool kStripProducts = true, kStripGradients = true;
 
 // Whether a direction can be written from strips, and is.
 inline bool has_strip_scales(const Direction& d, bool StripScales::*as) {

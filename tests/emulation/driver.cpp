@@ -220,10 +220,23 @@ FormatSpec random_strip_format(int axis) {
   return {element, rule, axis, block_m, block_k, true, 0.0f, of == kLines, false, false};
 }
 
+// Makes a cast compute what it casts, SwiGLU or its gradient.
+void compute(Buffers& buffers, PairArgs& p, const Matrix& x) {
+  for (QuantizeArgs* a : {&p.row, &p.col})
+    if (!a->fixed_scale) a->measured = nullptr;
+  if (x.cols % 256 || one_in(2)) {
+    p.gate = random_rows(buffers, x.rows, x.row_stride);
+  } else {
+    p.grad_stride = x.cols / 2 + (one_in(2) ? 8 : 0);
+    p.grad = random_rows(buffers, x.rows, p.grad_stride);
+  }
+}
+
 // Rows and columns of a tensor of 16 bits as strips cast them, or one of both.
 void cast_dense(Buffers& buffers) {
-  constexpr int64_t kShapes[][2] = {{256, 128}, {144, 272}, {400, 132}, {16, 8}, {130, 136}, {48, 1040}, {3, 8200}};
-  const auto& shape = kShapes[rng() % 7];
+  constexpr int64_t kShapes[][2] = {{256, 256}, {144, 272}, {400, 132}, {16, 8},
+                                    {130, 136}, {48, 1040}, {3, 8200},  {96, 768}};
+  const auto& shape = kShapes[rng() % 8];
   const int64_t pitch = (shape[1] + 7) / 8 * 8 + (one_in(2) ? 8 : 0);
   const Dtype dtype = one_in(2) ? Dtype::bf16 : Dtype::f16;
   const Matrix x{random_rows(buffers, shape[0], pitch), dtype, shape[0], shape[1], pitch, 1};
@@ -241,6 +254,7 @@ void cast_dense(Buffers& buffers) {
     a.noop = noop;
   }
   p.row.x = x;
+  if (one_in(3)) compute(buffers, p, x);
   cuda::quantize(p, kHere);
 }
 

@@ -32,8 +32,8 @@ sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / folde
 from build import build_module, build_program  # noqa: E402
 from linear_cases import recipe  # noqa: E402
 from test_cast_pair import (  # noqa: E402
-    FORMATS, LAYOUTS, NOOP_PAIRS, SHAPES, STRIP_FORMATS, assert_same, check_noop, check_strips, check_whole_rows, empty, lay_out,
-    new_rng, new_states, panel_sums, strip_cases,
+    FORMATS, LAYOUTS, NOOP_PAIRS, SHAPES, STRIP_COMPUTED, STRIP_FORMATS, assert_same, check_noop, check_strips,
+    check_whole_rows, computed_strip_cases, empty, lay_out, new_rng, new_states, panel_sums, strip_cases,
 )  # fmt: skip
 from test_decode_operands import check_every_pair, check_factors, check_pair  # noqa: E402
 from test_node import Library, layers, results  # noqa: E402
@@ -303,17 +303,18 @@ def swiglu_gradient(dy, x):
 
 def check_computed(emulated, y, x, names, **computed):
     """Payloads, sums and histories of a cast that computes y are those of y cast."""
-    outs = [empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)]
     sums = torch.full((-(-y.shape[0] // emulated.PANEL_ROWS), y.shape[1]), float("nan"))
-    states = new_states(names, "cpu")
-    cast_emulated(emulated, outs, x, states, new_rng("cpu", *y.shape), sums=sums, **computed)
+    for taken in (sums, None):  # without sums 16-bit tensors are held in registers
+        outs = [empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)]
+        states = new_states(names, "cpu")
+        cast_emulated(emulated, outs, x, states, new_rng("cpu", *y.shape), sums=taken, **computed)
+        for out, name, state in zip(outs, names, states):
+            (own,) = new_states([name], "cpu")
+            expected = cast(y, parse_format(name), out.direction, state=own, transposed=out.direction == COLUMNWISE)
+            assert_same(out, expected, f"{names} {tuple(y.shape)} {out.direction}")
+            if own is not None:
+                assert_bitwise_equal(state.history, own.history, "history", any_nan=True)
     assert torch.equal(sums.nan_to_num(7.0), panel_sums(y).nan_to_num(7.0)), (names, y.shape)
-    for out, name, state in zip(outs, names, states):
-        (own,) = new_states([name], "cpu")
-        expected = cast(y, parse_format(name), out.direction, state=own, transposed=out.direction == COLUMNWISE)
-        assert_same(out, expected, f"{names} {tuple(y.shape)} {out.direction}")
-        if own is not None:
-            assert_bitwise_equal(state.history, own.history, "history", any_nan=True)
 
 
 @pytest.mark.parametrize("row", GATED)
@@ -333,6 +334,18 @@ def test_the_gradient_of_swiglu_on_the_way(emulated, row):
         x, dy = (cast_input(make_input(kind, (M, width)), dtype) for width in (2 * F, F + 8 * (turn % 3)))
         dy = dy[:, turn % 3 :][:, :F]
         check_computed(emulated, swiglu_gradient(dy, x), lay_out(x, LAYOUTS[turn // 4 % 4]), (row, col), grad=dy)
+
+
+@pytest.mark.parametrize("row", STRIP_COMPUTED)
+def test_swiglu_and_its_gradient_in_registers(emulated, row):
+    """Of whole tensors, either direction alone too; M cut, K cut (of the product), rows apart."""
+    for x, gate_up, dy, names in computed_strip_cases(row):
+        forth, back = (swiglu(x), gate_up[1], dict(gate=gate_up[0])), (swiglu_gradient(dy, x), x, dict(grad=dy))
+        for y, read, computed in (forth, back):
+            states = new_states(names, "cpu")
+            outs = [n and empty(n, d, read, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)]
+            cast_emulated(emulated, outs, read, states, new_rng("cpu", *y.shape), **computed)
+            check_strips(y, names, (None, None), (False, True), outs, states)
 
 
 class Plain(torch.autograd.Function):

@@ -9,9 +9,10 @@ import itertools
 
 import torch
 from test_cast_pair import (
-    LAYOUTS, NOOP_PAIRS, STRIP_FORMATS, WHOLE_ROWS, check_noop, check_pair, check_strip_cases, check_whole_rows, empty,
-    lay_out, new_states,
+    LAYOUTS, NOOP_PAIRS, STRIP_COMPUTED, STRIP_FORMATS, WHOLE_ROWS, check_noop, check_pair, check_strip_cases,
+    check_whole_rows, empty, lay_out, new_states,
 )  # fmt: skip
+from test_gated_cast import check_computed_strips
 
 from megatron_hybrid import kernels
 from megatron_hybrid.formats import COLUMNWISE, DIRECTIONS, ROWWISE, parse_format
@@ -87,6 +88,7 @@ def in_registers() -> int:
     check_whole_rows("cuda", lambda out, x: cast_pair(*((out, None) if out.direction == ROWWISE else (None, out)), x))
     for names in NOOP_PAIRS:
         check_noop(names, "cuda", lambda outs, x, states, noop: cast_pair(*outs, x, state=states, noop=noop))
+    calls += sum(check_computed_strips(row) for row in STRIP_COMPUTED)
     return calls + 2 * len(WHOLE_ROWS) + 2 * len(NOOP_PAIRS)
 
 

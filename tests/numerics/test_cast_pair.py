@@ -107,6 +107,20 @@ def check_strip_cases(row, device) -> int:
     return len(cases)
 
 
+STRIP_COMPUTED = (None, "fp8_block_e4m3", "mxfp8_e4m3", "fp8_delayed_e5m2", "fp8_block_e4m3:2d")  # beside SwiGLU
+
+
+def computed_strip_cases(row):
+    """(x, (gate, up), dy, (row, col)): x (M, 2F) of gate and up side by side, dy (M, F) with rows apart."""
+    turn = STRIP_COMPUTED.index(row)
+    for col, (M, F) in itertools.product(STRIP_COMPUTED, ((256, 128), (144, 384), (48, 136), (130, 256))):
+        turn += 1
+        kind, dtype = ("normal", "special", "tiny")[turn % 3], ("bfloat16", "float16")[turn // 2 % 2]
+        x, dy = (cast_input(make_input(kind, (M, n)), dtype) for n in (2 * F, F + 8 * (turn % 3)))
+        if row or col:
+            yield x, x.chunk(2, dim=1), dy[:, :F], (row, col)
+
+
 # of rows that a thread block holds whole: one to sixteen pieces of a row a thread, cut and full, and one more than that
 WHOLE_ROWS = ((9, 8), (11, 2048), (5, 2056), (3, 8192), (2, 8200), (2, 16384), (2, 16392), (2, 32768), (2, 32776))
 

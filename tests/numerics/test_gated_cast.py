@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from test_cast_pair import LAYOUTS, SHAPES, assert_same, lay_out
+from test_cast_pair import LAYOUTS, SHAPES, STRIP_COMPUTED, assert_same, computed_strip_cases, lay_out
 
 import megatron_hybrid as mh
 from megatron_hybrid import kernels
@@ -57,6 +57,26 @@ def gates_in_fp32():
         yield torch.rand(2**22, device="cuda", generator=g) * 220 - 110
 
 
+def check_computed_strips(row) -> int:
+    """Casts that hold 16-bit SwiGLU and its gradient in registers: what casts after kernels of their own give."""
+    from megatron_hybrid.ops_triton.swiglu import gradient, swiglu
+
+    calls = 0
+    for x, _, dy, (_, col) in computed_strip_cases(row):
+        x, dy = x.cuda(), dy.cuda()
+        gate, up = x.chunk(2, dim=1)
+        cast = OperandCast(mh.HybridQuantizer(row or col, col or row), True, "cuda")
+        for read, y, computed in ((up, swiglu(x), dict(gate=gate)), (x, gradient(dy, x), dict(grad=dy))):
+            states, calls = [tuple(new_state() for _ in range(2)) for _ in range(2)], calls + 1
+            got = cast(read, row is not None, col is not None, states[0], **computed)
+            expected = cast(y, row is not None, col is not None, states[1])
+            for a, b, s, t in zip(got, expected, *states):
+                if a is not None:
+                    assert_same(a, b, f"{row} | {col} {tuple(y.shape)} {y.dtype} {a.direction} {list(computed)}")
+                    assert_bitwise_equal(s.history, t.history, "history", any_nan=True)
+    return calls
+
+
 def new_state():
     return DelayedState(torch.full((), 0.7, device="cuda"), torch.full((4,), 0.125, device="cuda"))
 
@@ -82,6 +102,10 @@ class TestOnGpu:
                 for a, b, s, t in zip(got, expected, *states):
                     assert_same(a, b, f"{row} | {col} {(M, F)} {kind} {dtype} {a.direction} {list(computed)}")
                     assert_bitwise_equal(s.history, t.history, "history", any_nan=True)
+
+    @pytest.mark.parametrize("row", STRIP_COMPUTED)
+    def test_payloads_in_registers(self, row):
+        assert check_computed_strips(row)
 
     def test_sigmoids_are_those_of_triton(self):
         """Bit for bit in FP32, in SwiGLU and in the gradients of gate and of up, though found by fewer instructions."""
