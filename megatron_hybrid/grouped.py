@@ -24,6 +24,7 @@ from .linear import (
     Communication,
     LinearCall,
     add_bias,
+    check_dtypes,
     dgrad,
     fprop,
     hybrid_linear,
@@ -183,6 +184,8 @@ class ExpertRuntimes(torch.nn.ModuleList):
         calls, start = [], 0
         for runtime, rows in zip(self, splits):
             call = runtime.call(weight.device, self.comm, training=training)
+            if x.dtype is not weight.dtype:
+                check_dtypes(call.plan, x, weight)
             calls.append(at_rows(call, start, runtime.role.expert * self.weight_rows))
             start += rows
         if not torch.is_grad_enabled():

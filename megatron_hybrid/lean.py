@@ -270,7 +270,8 @@ def lean_linear(x, weight, bias, call) -> torch.Tensor | None:
     """`linear.hybrid_linear` of a call that `runs_lean`: by the C++ node where it is there and can. None for one that neither
     it nor `LeanLinear` can run: linear.py is what is left."""
     lean = call.plan.lean
-    y = None if lean.node is None else lean.node(x, weight, bias, call)
+    rounds = x.dtype is not weight.dtype and not call.plan.dgrad.pair.is_quantized  # the weight to the gradient's dtype
+    y = None if lean.node is None or rounds else lean.node(x, weight, bias, call)
     return LeanLinear.apply(x, weight, bias, call) if y is None and lean.alone else y
 
 

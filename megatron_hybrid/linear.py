@@ -301,6 +301,20 @@ def _forward_operand(call, operand, x, keep: bool, amax=None):
     return row, {None: None, ROWWISE: row, COLUMNWISE: col, ORIGINAL: x}[kept]
 
 
+def check_dtypes(plan: GemmPlan, x: torch.Tensor, weight: torch.Tensor) -> None:
+    """Raise `PlanError` for an input of another dtype than the weight's that the plan cannot take: what a product in high
+    precision has no dtype for, unless autocast chooses one, and what no cast reads."""
+    if not plan.fprop.pair.is_quantized:
+        if not torch.is_autocast_enabled(x.device.type):
+            raise PlanError(
+                f"{plan.label}: fprop is in high precision, its input {x.dtype} and its weight {weight.dtype}; give it an "
+                f"input in {weight.dtype}, or run it under torch.autocast"
+            )
+    elif x.dtype not in kernels.SOURCE_CODES:
+        known = ", ".join(map(str, kernels.SOURCE_CODES))
+        raise PlanError(f"{plan.label}: its input is {x.dtype}; what is quantized is one of {known}")
+
+
 def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
     """`x (..., K) @ weight (N, K).T + bias (N,)` as `call.plan` says; differentiable in all three.
 
@@ -310,6 +324,8 @@ def hybrid_linear(x, weight, bias, call: LinearCall) -> torch.Tensor:
     `torch.compile(fullgraph=True)` traces it, forward and backward, with eager's bits; casts, roundings and the sum
     into `main_grad` stay opaque operators. Compiled code neither uses the weight cache nor counts in `plan.calls`.
     """
+    if x.dtype is not weight.dtype:
+        check_dtypes(call.plan, x, weight)
     if not kernels.traced(x) and runs_lean(x, weight, call):
         y = lean_linear(x, weight, bias, call)
         if y is not None:

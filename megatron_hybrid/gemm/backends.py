@@ -64,7 +64,11 @@ class _Prepared:
 
 
 class HighPrecisionBackend(_ExactSums):
-    """Both operands as they are: torch's own matmul in the tensors' dtype."""
+    """Both operands as they are: torch's own matmul in the tensors' dtype.
+
+    In backward A is the gradient, whose dtype is the output's: B, a weight or an input of another one, is rounded to it, as
+    autocast does. In fprop autocast does that itself, and without it `linear.check_dtypes` refuses the call.
+    """
 
     name, native = "high_precision", True
 
@@ -77,7 +81,7 @@ class HighPrecisionBackend(_ExactSums):
     def run(self, a, b, pair, out_dtype, accumulate_into=None):
         x, w = a.operand(a.dtype), b.operand(b.dtype)
         if accumulate_into is None and out_dtype == x.dtype:
-            return torch.mm(x, w.t())
+            return torch.mm(x, (w if pair.gemm == "fprop" else w.to(x.dtype)).t())
         return mm_into(x, w, out_dtype, accumulate_into)
 
 
