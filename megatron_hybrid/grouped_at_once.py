@@ -212,6 +212,10 @@ class GroupedCall:
         row = col = None
         quantizer = self.call.plan.quantizers[WEIGHT]
         derived = columnwise and quantizer.derives_columnwise
+        if rowwise and columnwise and not derived and WEIGHT not in self.call.plan.reduced:
+            both = StackedWeight.make_both(weight, *quantizer.formats())
+            if both is not None:
+                return both
         if rowwise or derived:
             row = self._stack(weight, ROWWISE)
         if columnwise and rowwise and not derived and shares_codes(*quantizer.formats()):

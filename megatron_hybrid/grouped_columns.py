@@ -17,7 +17,7 @@ from .permutation import RowMap
 from .scaling import FLT_MAX
 from .storage import FP8_DTYPES, QuantizedStorage, cast
 
-_BLOCK_ROWS = 128
+BLOCK_ROWS = 128
 _ALIGNED = 16  # what grouped FP8 GEMMs ask of K; compiled for 100 columns, rows and columns together gave wrong codes
 _ALL_BUT_SIGN = (1 << 31) - 1
 _SIGN_AND_EXPONENT = -(1 << 23)  # 0xff800000 as an int32
@@ -69,7 +69,7 @@ def goes_together(row: Format, col: Format, K: int) -> bool:
 
 def goes_by_group(fmt: Format, dtype: torch.dtype, align: int, device, *, transposed: bool) -> bool:
     """Whether columns in this format are made by `with_kernels`. device: a torch device, or its kind."""
-    has = dtype in kernels.SOURCE_CODES and align == _BLOCK_ROWS and ops_triton.reason(device) is None
+    has = dtype in kernels.SOURCE_CODES and align == BLOCK_ROWS and ops_triton.reason(device) is None
     return has and (scale_kind(fmt) == ROW or (scale_kind(fmt) == BLOCK and transposed))
 
 

@@ -12,15 +12,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from . import kernels
 from .formats import COLUMNWISE, ROWWISE, Format
 from .gemm.scaled_mm import BLOCK, ROW, scale_kind
-from .grouped_columns import block_columns, row_scaled_columns
-from .groups import Layout
+from .grouped_columns import BLOCK_ROWS, GroupCast, block_columns, goes_by_group, goes_together, row_scaled_columns
+from .groups import Groups, Layout
 from .permutation import RowMap
 from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan
 from .storage import QuantizedStorage, cast, high_precision_storage
 from .storage_layout import ROWS, pack_fp4, stored_dim, transpose
 from .turn import turned
+
+_MOST = 1 << 31  # elements of a weight that is cast as groups of rows
 
 
 def unstackable(plan: GemmPlan, out_features: int, in_features: int) -> str | None:
@@ -98,6 +101,26 @@ class StackedWeight:
         stack = weight if direction == ROWWISE else turned(weight)
         stack = stack.reshape(-1, stack.shape[-1])
         return cls(cast(stack, fmt, ROWWISE, dtype=weight.dtype, reduce_amax=reduce_amax), direction, fmt, num)
+
+    @classmethod
+    def make_both(cls, weight: torch.Tensor, row: Format, col: Format) -> tuple[StackedWeight, StackedWeight] | None:
+        """What `make` gives for both directions where columns have a scale each, from two reads of the weight: it is
+        cast as the rows of E groups. None where the device's kernels do not cast so."""
+        num, rows, K = weight.shape
+        fits = rows % BLOCK_ROWS == 0 and weight.numel() <= _MOST and not kernels.traced(weight)
+        here = fits and scale_kind(col) == ROW and goes_together(row, col, K)
+        if not here or not goes_by_group(col, weight.dtype, BLOCK_ROWS, weight.device, transposed=True):
+            return None
+        sizes = torch.full((num,), rows, dtype=torch.int32, device=weight.device)
+        groups = Groups(sizes, num, num * rows, weight.device, host=[rows] * num)
+        by_row, by_column = GroupCast(row, col)(weight.reshape(-1, K), groups.layout(BLOCK_ROWS))
+        # of every column all experts' codes, one after another: of every expert all columns'
+        codes = by_column.qdata.view(torch.int64).view(K, num, -1).transpose(0, 1).contiguous().view(torch.uint8)
+        packed = by_column.changed(
+            direction=ROWWISE, shape=(num * K, rows), transposed=False, qdata=codes.view(-1, rows),
+            scale=by_column.scale.view(-1, 1),
+        )  # fmt: skip
+        return cls(by_row, ROWWISE, row, num), cls(packed, COLUMNWISE, col, num)
 
     def as_columns(self) -> StackedWeight:
         """The columns of the weight whose rows these are, in a format whose directions share codes and scales."""

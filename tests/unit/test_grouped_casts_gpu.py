@@ -5,10 +5,12 @@ import torch
 
 import megatron_hybrid as mh
 from megatron_hybrid import kernels, parse_format, permutation
+from megatron_hybrid.formats import DIRECTIONS
 from megatron_hybrid.grouped_columns import GroupCast, with_kernels, with_torch
 from megatron_hybrid.grouped_payloads import GroupedPayloads
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.kernels import amax_groups, groups_of
+from megatron_hybrid.stacked import StackedWeight
 from megatron_hybrid.storage import cast
 
 pytest.importorskip("triton", reason="ops_triton_cases needs it")
@@ -205,3 +207,23 @@ def test_experts_around_swiglu(recipe):
     (dw, *inside), (dw_apart, *apart) = found
     torch.testing.assert_close(dw, dw_apart, rtol=1e-4, atol=1e-4)
     assert all(t.any() for t in inside) and all(map(torch.equal, inside, apart))
+
+
+@pytest.mark.parametrize("row", ["fp8_rowwise_e4m3", "fp8_block_e4m3"])
+@pytest.mark.parametrize("col, dtype", [("fp8_rowwise_e4m3", torch.bfloat16), ("fp8_rowwise_e5m2:pow2", torch.float32)])
+def test_both_directions_of_experts_weights(row, col, dtype):
+    """As groups of rows: the bytes of casts of a direction at a time, NaN, Inf and zeros included."""
+    row, col = parse_format(row), parse_format(col)
+    weight = randn(3, 256, 272, seed=1, device=CUDA, dtype=dtype)
+    weight[0, 3, 5], weight[1, 200, 7], weight[2, :, 9], weight[1, 130] = float("nan"), float("-inf"), 0, 0
+    for got, direction, fmt in zip(StackedWeight.make_both(weight, row, col), DIRECTIONS, (row, col)):
+        expected = StackedWeight.make(weight, fmt, direction)
+        assert (got.direction, got.format, got.num, got.shape) == (direction, fmt, 3, expected.shape)
+        assert got.payload.changed(scale=None, qdata=None) == expected.payload.changed(scale=None, qdata=None)
+        assert torch.equal(got.payload.qdata, expected.payload.qdata)
+        assert torch.equal(got.payload.scale.view(torch.int32), expected.payload.scale.view(torch.int32))
+
+
+def test_weights_of_other_sizes_are_cast_a_direction_at_a_time():
+    fmt = parse_format("fp8_rowwise_e4m3")
+    assert StackedWeight.make_both(randn(2, 200, 64, seed=1, device=CUDA, dtype=torch.bfloat16), fmt, fmt) is None
