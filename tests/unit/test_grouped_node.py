@@ -126,8 +126,9 @@ def assert_same(pair, x, dy, splits, stand_in=None, **case):
 
 def on_device(splits, rows, device):
     """Groups whose sizes only the device knows."""
-    groups = Groups(splits, EXPERTS, rows, torch.device(device))
-    groups._device, groups._host = torch.tensor(splits, dtype=torch.int32, device=device), None
+    sizes = torch.tensor(splits, dtype=torch.int32, device=device)
+    groups = Groups(splits, EXPERTS, rows, sizes.device)  # with the index that tensors have
+    groups._device, groups._host = sizes, None
     return groups
 
 
@@ -257,7 +258,7 @@ def test_tokens_through_a_map(name, most, told, device, stand_in):
     where, sizes = mapped(most, device)
     copies, sums = (where if t else None for t in told)
     T = TOKENS * most
-    groups = Groups(sizes if device == "cuda" else sizes.tolist(), EXPERTS, T, torch.device(device))
+    groups = Groups(sizes if device == "cuda" else sizes.tolist(), EXPERTS, T, sizes.device)
     x, dy = data(TOKENS if copies else T, device, TOKENS if sums else T)
     both = pair(name, device)
     splits = groups.between(copies=copies, sums=sums)
