@@ -103,6 +103,7 @@ class Controller:
         """Start of step `step` (Megatron's 1-based iteration): step rules take effect, a cache window opens."""
         if step < 1 or step != int(step):
             raise ValueError(f"begin_step({step}): steps count from 1, as Megatron's iterations do")
+        self._refuse_if_followed()
         changed = [runtime.set_step(step) for runtime in self.runtimes].count(True)
         if changed:
             self.say(f"step {step}: rules on steps change {changed} of {len(self.runtimes)} linears; {self._runs()}")
@@ -118,6 +119,16 @@ class Controller:
     def microbatch(self, index: int) -> None:
         """Before the forward of microbatch `index` (0-based), and before its backward where others ran in between."""
         self._set_keys(self.keys.step, index)
+
+    def _refuse_if_followed(self) -> None:
+        """Raise ``RuntimeError`` where a later controller has taken a module over: its random keys would never move."""
+        own = self._all_keys()
+        taken = next((runtime for runtime in self.runtimes if runtime.keys not in own), None)
+        if taken is not None:
+            raise RuntimeError(
+                f"module {taken.label}: `mh.prepare` was called for it again, and this controller drives it no longer; "
+                "go on with the later one, over all modules that train together"
+            )
 
     def _set_keys(self, *where) -> None:
         for keys in self._all_keys():

@@ -26,14 +26,20 @@ class Element:
     bits: int
     max: float
     significant_bits: int
+    smallest: float  # above zero
+
+    @property
+    def largest_margin(self) -> int:
+        """Powers of two by which `max` can be lowered and is not rounded to zero."""
+        return math.ceil(math.log2(self.max / self.smallest))  # half of `smallest` goes to zero, more does not
 
 
 ELEMENTS = {
     e.name: e
     for e in (
-        Element("e4m3", 8, 448.0, 4),
-        Element("e5m2", 8, 57344.0, 3),
-        Element("e2m1", 4, 6.0, 2),
+        Element("e4m3", 8, 448.0, 4, 2.0**-9),
+        Element("e5m2", 8, 57344.0, 3, 2.0**-16),
+        Element("e2m1", 4, 6.0, 2, 0.5),
     )
 }
 
@@ -47,6 +53,7 @@ class Option:
     default: object = False
     choices: tuple = ()
     minimum: float | None = None
+    maximum: float = math.inf
 
     def read(self, text: str | None, owner: str):
         if self.parse is None:
@@ -63,6 +70,8 @@ class Option:
             raise ValueError(f"{owner}: option {self.name}={text!r}; valid: {', '.join(map(str, self.choices))}")
         if self.minimum is not None and not (value >= self.minimum and math.isfinite(value)):
             raise ValueError(f"{owner}: option {self.name}={text!r} must be a finite number >= {self.minimum:g}")
+        if self.minimum is not None and value > self.maximum:
+            raise ValueError(f"{owner}: option {self.name}={text!r} must be at most {self.maximum:.8g}")
         return value
 
 
@@ -89,7 +98,7 @@ def _flags(*names: str) -> tuple[Option, ...]:
     return tuple(Option(n) for n in names)
 
 
-_EPS = Option("eps", float, 0.0, minimum=0.0)
+_EPS = Option("eps", float, 0.0, minimum=0.0, maximum=3.4028234e38)  # of FP32
 _POW2 = (frozenset({"pow2", "no_pow2"}), "they contradict each other")
 _FP8 = ("e4m3", "e5m2")
 
@@ -104,7 +113,7 @@ FAMILIES = {
             "fp32",
             (None, None),
             (
-                Option("history", int, 1024, minimum=1),
+                Option("history", int, 1024, minimum=1, maximum=2**20),
                 Option("margin", int, 0, minimum=0),
                 Option("algo", str, "max", choices=("max", "most_recent")),
             ),
@@ -316,6 +325,10 @@ def parse_format(text: str) -> Format:
         both = [o.name for o in family.options if o.name in group & set(chosen)]
         if len(both) > 1:
             raise ValueError(f"format {text!r}: options {' and '.join(both)} cannot be combined: {reason}")
+    if (margin := chosen.get("margin", 0)) > (limit := ELEMENTS[element].largest_margin if element else 0):
+        raise ValueError(
+            f"format {text!r}: option margin={margin}: every element would be rounded to zero; {element} has room for {limit}"
+        )
     return _canonical(family, element, chosen)
 
 

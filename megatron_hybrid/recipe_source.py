@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,10 +147,15 @@ def read_file(path: str | Path) -> Node:
 
 def _read_text(path: Path) -> str:
     try:
-        if (size := path.stat().st_size) > _MOST_BYTES:
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe, a device: read without an end
+            raise RecipeError("not a regular file", str(path))
+        if (size := found.st_size) > _MOST_BYTES:
             raise RecipeError(f"{size} bytes are no recipe; at most {_MOST_BYTES} are read", str(path), 1)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
+        if path.is_symlink():
+            raise RecipeError(f"a link to {os.readlink(path)}, which does not exist", str(path)) from None
         siblings = [p.name for p in path.parent.glob("*") if p.suffix in SUFFIXES]
         raise RecipeError(f"no such recipe file{nearest(path.name, siblings)}", str(path)) from None
     except UnicodeDecodeError as error:

@@ -33,6 +33,7 @@ RUNS = {
     "own": ([], [], LIVES),
     "tied": ([UNTIED], [], LIVES),
     "tied_stages": ([UNTIED], STAGES, LIVES),
+    "tied_interleaved": ([UNTIED], [*STAGES, "--num-layers", "4", "--num-layers-per-virtual-pipeline-stage", "1"], LIVES),
     "tied_tensor_parallel": ([UNTIED], TP2, LIVES),
     "tied_megatron_fsdp": ([UNTIED], MEGATRON_FSDP, LIVES),
     "fsdp2": ([DISTRIBUTED], FSDP2, GATHERS),
@@ -60,7 +61,7 @@ def test_bit_for_bit_with_weights_in_high_precision(runs, name):
     other = f"{name}_{RUNS[name][-1]}"
     for run in (f"{name}_{HIGH}", other):
         assert_ended(runs[1][run])
-        assert "> 9 of 9 linears quantized" in runs[1][run].output[0] or name == "tied_stages"
+        assert "> 9 of 9 linears quantized" in runs[1][run].output[0] or name in ("tied_stages", "tied_interleaved")
     found = numbers(runs, other)
     assert sorted(found) == list(range(1, ITERATIONS + 1))
     same(found, numbers(runs, f"{name}_{HIGH}"), but=("ms", "grad_norm"))

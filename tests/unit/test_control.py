@@ -389,3 +389,19 @@ def test_a_change_of_dtype_and_back_drops_the_cast_of_the_weight_before():
     after = net(x)
     ctl.invalidate()
     assert torch.equal(after, net(x)) and not torch.equal(after, before)
+
+
+def test_a_controller_that_another_one_followed_says_so():
+    """Its steps would draw the same random bits again and again, and histories would move on twice a step."""
+    net = model(recipe(SR))
+    whole = mh.prepare(net, seed=1)
+    whole.begin_step(1)
+    part = mh.prepare(net[2], seed=1)
+    part.begin_step(1)
+    with pytest.raises(RuntimeError, match="module fc2: `mh.prepare` was called for it again, .* go on with the later one"):
+        whole.begin_step(2)
+    part.begin_step(2)
+    again = mh.prepare(net, seed=1)
+    again.begin_step(2)
+    with pytest.raises(RuntimeError, match="go on with the later one"):
+        part.begin_step(3)

@@ -1,6 +1,7 @@
 """Every mistake in a recipe is one line with file, line and what would be right."""
 
 import json
+import os
 import textwrap
 import warnings
 
@@ -28,6 +29,16 @@ MISTAKES = {
         'version: 1\ndefaults: "fp8_delayed_e4m3:history=0"\n',
         ["history='0'", ">= 1"],
     ),
+    "a history of any length": (
+        2, 'version: 1\ndefaults: "fp8_delayed_e4m3:history=99999999999"\n', ["history='99999999999' must be at most 1048576"],
+    ),
+    "a margin that leaves nothing": (
+        2, 'version: 1\ndefaults: "fp8_delayed_e4m3:margin=19"\n', ["margin=19: every element", "e4m3 has room for 18"],
+    ),
+    "a margin of E5M2 that leaves nothing": (
+        2, 'version: 1\ndefaults: "fp8_delayed_e5m2:margin=99999999999999"\n', ["e5m2 has room for 32"],
+    ),
+    "eps beyond FP32": (2, 'version: 1\ndefaults: "fp8_block_e4m3:eps=1e39"\n', ["eps='1e39' must be at most 3.4"]),
     "options that exclude each other": (
         2,
         'version: 1\ndefaults: "nvfp4:2d,rht"\n',
@@ -293,6 +304,14 @@ def test_unknown_names_and_files(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"version: 1\nname: caf\xe9\n")
     with pytest.raises(RecipeError, match="latin.yaml:2: not a text file in UTF-8"):
         Recipe.load(tmp_path / "latin.yaml")
+    (tmp_path / "link.yaml").symlink_to("gone.yaml")
+    with pytest.raises(RecipeError, match="link.yaml: a link to gone.yaml, which does not exist"):
+        Recipe.load(tmp_path / "link.yaml")
+    os.mkfifo(tmp_path / "pipe.yaml")  # nothing would ever come out
+    (tmp_path / "zeros.yaml").symlink_to("/dev/zero")
+    for name in ("pipe", "zeros"):
+        with pytest.raises(RecipeError, match=f"{name}.yaml: not a regular file"):
+            Recipe.load(tmp_path / f"{name}.yaml")
 
 
 @pytest.mark.parametrize("before", ["defaults: ", "defaults: nvfp4\nrules:\n- match: {layers: 1}\n  use: "])

@@ -160,6 +160,23 @@ def test_p66_pow2_and_eps_options():
         assert float(s.scale.reshape(-1)[0]) == float(np.float32(1) / np.float32(scale)), fmt
 
 
+@pytest.mark.parametrize("element, room", [("e4m3", 18), ("e5m2", 32)])
+def test_the_largest_margin_leaves_the_largest_element_a_code(element, room):
+    """One more and all are zero, which `parse_format` refuses."""
+    fmt = f"fp8_delayed_{element}:margin={room}"
+    quantizer = mh.HybridQuantizer(fmt, fmt)
+    states = quantizer.new_state()
+    for _ in range(2):
+        t = quantizer.quantize(row_of(5.0), state=states)
+        for state in states:
+            state.update(quantizer.rowwise)
+    for half, codes in ((1.0, {1}), (0.5, {0})):
+        t = quantizer.quantize(row_of(5.0 * half), state=states)
+        assert set(t.rowwise.codes().reshape(-1)[:1].tolist()) == codes
+    with pytest.raises(ValueError, match=f"{element} has room for {room}"):
+        mh.HybridQuantizer(f"fp8_delayed_{element}:margin={room + 1}", None)
+
+
 # ---- rules of every format
 
 
