@@ -49,17 +49,18 @@ __device__ __forceinline__ void preset_columns(const Direction& d, const Tile& t
   if (is_preset(d.spec) && c < t.cols) sh.of_column[0][c] = outer_scale<Kind::fp8>(d, t.lines + t.k0 + c).encode;
 }
 
-// The others, of scales of blocks, which this stores. `of_tile`: the amax of square blocks.
+// Whether scales are of blocks of a column each.
+__device__ __forceinline__ bool has_line_blocks(const FormatSpec& s) { return !is_preset(s) && !is_square(s); }
+
+// The others, of scales of blocks, which this stores: of amaxes that the warps have shared, and of `of_tile` where blocks
+// are square.
 template <class T>
-__device__ __forceinline__ void block_columns(const Direction& d, const Tile& t, int32_t of_tile, const Strip<T>& v,
+__device__ __forceinline__ void block_columns(const Direction& d, const Tile& t, int32_t of_tile,
                                               StripShared<T>& sh) {
   const int c = threadIdx.x;
   if (is_preset(d.spec)) return;
   const bool square = is_square(d.spec);
-  if (!square) {
-    share_amaxes<T>(v, sh);
-    __syncthreads();
-  }
+  if (!square) __syncthreads();
   if (is_fine(d.spec)) {
     constexpr int kAtOnce = kThreads / kTile;
     const int column = c % kTile, first = c / kTile;

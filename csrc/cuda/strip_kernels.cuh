@@ -59,11 +59,11 @@ __global__ void __launch_bounds__(kThreads, (kStripBlocks<T, Source, kRows && kC
     if constexpr (kCols) preset_columns<T>(a.col, here, sh);  // a tile that is only read is still on its way
     if constexpr (kRows) preset_rows<T>(a.row, rows, sh);
     const int32_t of_tile = look_at_tile<T>(row, col, known, v[s], sh);
-    if constexpr (kCols) block_columns<T>(a.col, here, of_tile, v[s], sh);
-    if constexpr (kRows) {
-      block_rows<T>(a.row, rows, of_tile, reinterpret_cast<const Strip<T>(&)[1]>(v[s]), sh);
-      cast_strip_rows<T>(a.row, rows, v[s], sh);
-    }
+    // rows need no other warp: they find their scales while these come to the barrier that columns need
+    if (kCols && has_line_blocks(a.col.spec)) share_amaxes<T>(v[s], sh);
+    if constexpr (kRows) block_rows<T>(a.row, rows, of_tile, reinterpret_cast<const Strip<T>(&)[1]>(v[s]), sh);
+    if constexpr (kCols) block_columns<T>(a.col, here, of_tile, sh);
+    if constexpr (kRows) cast_strip_rows<T>(a.row, rows, v[s], sh);
     if constexpr (kCols) {
       cast_strip_columns<T>(a.col, v[s], sh);
       put_columns(a.col, here, sh.codes, kGrouped ? kWarps : t.rows / kWarpRows);  // zeros where a group has no rows
