@@ -1,5 +1,5 @@
-"""Grouped linears for `bench_host.py --grouped`, and kernels that do nothing, with which a machine without a GPU runs what the
-host does where there is a Hopper one (`--no-kernels`)."""
+"""Grouped linears for `bench_host.py --grouped`, and kernels that do nothing, with which a machine without a GPU runs
+what the host does where there is a Hopper one (`--no-kernels`)."""
 
 from __future__ import annotations
 
@@ -52,13 +52,14 @@ class Nothing(TorchGrouped):
 
 
 def layers(args) -> dict:
-    """torch's groups, nothing, and every recipe's grouped linear: with the weight cast in every call and once a step, with
-    `--python` both without the C++ node too where it runs them."""
+    """torch's groups, nothing, and every recipe's grouped linear: with the weight cast in every call and once a step,
+    with `--python` both without the C++ node too where it runs them."""
     num, features, made = args.grouped, args.features, dict(device=args.device, dtype=torch.bfloat16)
     found = {EMPTY: Nothing(num, features, **made)}
     if not args.no_kernels:
         found = {"torch": TorchGrouped(num, features, **made), **found}
-    for name, cached, python in itertools.product(args.recipes, (False, True), (False, True) if args.python else (False,)):
+    ways = (False, True) if args.python else (False,)
+    for name, cached, python in itertools.product(args.recipes, (False, True), ways):
         layer = mh.HybridGroupedLinear(num, features, features, recipe=load_recipe(name), name="experts.fc1", **made)
         if isinstance(layer.how, str):
             raise SystemExit(f"{name}: experts run one by one: {layer.how}")
@@ -75,7 +76,8 @@ def layers(args) -> dict:
 
 
 class Sized:
-    """A grouped linear of groups of these sizes, called as a linear is. unread: sizes are where the host does not read them."""
+    """A grouped linear of groups of these sizes, called as a linear is. unread: sizes are where the host does not read
+    them."""
 
     def __init__(self, layer, sizes, unread: bool):
         self.layer, self.sizes, self.weight, self.unread = layer, sizes, layer.weight, unread
@@ -92,7 +94,7 @@ class Sized:
 
 @contextlib.contextmanager
 def no_kernels():
-    """Grouped linears on the CPU are planned as on a Hopper GPU; casts and GEMMs of all groups are functions that return."""
+    """Grouped linears on the CPU are planned as on a Hopper GPU; casts and GEMMs of all groups do nothing."""
     from megatron_hybrid import ops_triton
     from megatron_hybrid.ops_triton import grouped_gemm
 
@@ -109,12 +111,13 @@ def no_kernels():
 
     interface = dict(INTERFACE=casts.INTERFACE)
     quiet = SimpleNamespace(
-        FormatSpec=casts.FormatSpec, PANEL_ROWS=casts.PANEL_ROWS, CASTS=offered(b"megatron_hybrid.casts"), quantize_pair=nothing,
-        quantize=nothing, amax=nothing, group_amax=nothing, group_map=nothing, **interface,
+        FormatSpec=casts.FormatSpec, PANEL_ROWS=casts.PANEL_ROWS, CASTS=offered(b"megatron_hybrid.casts"),
+        quantize_pair=nothing, quantize=nothing, amax=nothing, group_amax=nothing, group_map=nothing, **interface,
     )  # fmt: skip
     gemms = SimpleNamespace(
-        GROUPED=offered(b"megatron_hybrid.grouped"), rows=nothing, columns=nothing, Codes=lambda *fields: fields, **interface
-    )
+        GROUPED=offered(b"megatron_hybrid.grouped"), rows=nothing, columns=nothing, Codes=lambda *fields: fields,
+        **interface,
+    )  # fmt: skip
 
     def turned(x):
         return x.new_empty(*x.shape[:-2], x.shape[-1], x.shape[-2])
@@ -123,12 +126,17 @@ def no_kernels():
         blocks = [torch.empty(shape, dtype=torch.int32) for shape in (sizes.shape, (3, count))]
         return grouped_gemm.BlockMap(*blocks)
 
-    of = DeviceKind.of.__func__
-    hopper = classmethod(lambda cls, device: DeviceKind("cuda", (9, 0)) if of(cls, device).type == "cpu" else of(cls, device))
+    of = DeviceKind.of
+
+    def hopper(device):
+        found = of(device)
+        return DeviceKind("cuda", (9, 0)) if found.type == "cpu" else found
+
     with contextlib.ExitStack() as patched:
         for where, name, what in (
             (DeviceKind, "of", hopper), (kernels, "extension", lambda device_type: quiet),
-            (ops_triton, "_reason_on_cuda", lambda: None), (grouped_gemm, "block_map", made_map), (stacked, "turned", turned),
+            (ops_triton, "_reason_on_cuda", lambda: None), (grouped_gemm, "block_map", made_map),
+            (stacked, "turned", turned),
             (grouped_cuda, "library", lambda: gemms), (grouped_cuda, "takes", lambda *tensors: True),
             (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
             (node, "serves", lambda device_type: node.library() is not None),

@@ -10,7 +10,8 @@ namespace {
 
 std::unique_ptr<Copies> copies_of(py::handle map) {
   if (map.is_none()) return nullptr;
-  return std::make_unique<Copies>(Copies{hold(map), unwrap(map.attr("choice")), map.attr("num_experts").cast<int64_t>()});
+  const auto parts = map.attr("num_experts").cast<int64_t>();
+  return std::make_unique<Copies>(Copies{hold(map), unwrap(map.attr("choice")), parts});
 }
 
 // Every token's sum of its rows.
@@ -210,7 +211,11 @@ py::object grouped(const std::shared_ptr<GroupedPlan>& plan, py::handle x_object
   {
     const at::NoGradGuard no_grad;
     CodedPair both;
-    if (is_subclass(x)) {
+    if (plan->derives) {
+      const py::tuple t = ask(*plan->expert, "derived_input")(call, x_object, needs[1]);
+      both[0] = Coded::of(unwrap(t[0]), unwrap(t[1]));
+      if (needs[1]) both[1] = Coded::of(unwrap(t[2]), unwrap(t[3]));
+    } else if (is_subclass(x)) {
       auto found = made_before(*plan, x);
       if (!found) return py::none();
       both = std::move(*found);

@@ -1,9 +1,11 @@
-// The grouped linear of megatron_hybrid/grouped_at_once.py in FP8 as a node of autograd's own, with no Python on the way back.
+// The grouped linear of megatron_hybrid/grouped_at_once.py in FP8 as a node of autograd's own, with no Python on the way
+// back.
 //
 //   fprop   y[e]  = x[e]  @ w[e].T     dgrad   dx[e] = dy[e] @ w[e]     wgrad   dw[e] = dy[e].T @ x[e]
 //
-// x may be tokens whose copies the rows are, y sums of rows; x and dy may be payloads that another kernel made. Casts and
-// products of all groups are those of the other extensions (grouped_casts.h). Weights are cast by Python, which keeps them.
+// x may be tokens whose copies the rows are, y sums of rows; x and dy may be payloads that another kernel made. Casts
+// and products of all groups are those of the other extensions (grouped_casts.h). Weights are cast by Python, which keeps
+// them.
 #pragma once
 
 #include <optional>
@@ -43,10 +45,10 @@ struct GroupedNode : torch::autograd::Node {
   variable_list backward_by_python(const Tensor& dy);
 };
 
-// y of x (T, K) or of tokens, or None: Python's function is the one for this call. weights: as the node's. where: a `BlockMap`.
-// copies, sums: `RowMap`s or None. call: a `GroupedCall`.
-py::object grouped(const std::shared_ptr<GroupedPlan>& plan, py::handle x, const py::sequence& weights, const py::tuple& where,
-                   py::handle copies, py::handle sums, py::handle call);
+// y of x (T, K) or of tokens, or None: Python's function is the one for this call. weights: as the node's. where: a
+// `BlockMap`. copies, sums: `RowMap`s or None. call: a `GroupedCall`.
+py::object grouped(const std::shared_ptr<GroupedPlan>& plan, py::handle x, const py::sequence& weights,
+                   const py::tuple& where, py::handle copies, py::handle sums, py::handle call);
 
 // Adds the plan and the node's type to the module.
 void bind_grouped(py::module_& m);

@@ -68,9 +68,11 @@ GroupedProduct make_product(const std::string& kind, const std::array<bool, 2>& 
   return {kinds.at(kind), e5m2};
 }
 
-std::shared_ptr<GroupedPlan> make_plan(const std::shared_ptr<Plan>& expert, const std::array<GroupedProduct, 3>& products,
-                                       const py::capsule& gemms, int64_t experts) {
-  return std::make_shared<GroupedPlan>(GroupedPlan{expert, products, gemms.get_pointer<const gemm::Grouped>(), experts});
+std::shared_ptr<GroupedPlan> make_plan(const std::shared_ptr<Plan>& expert,
+                                       const std::array<GroupedProduct, 3>& products, const py::capsule& gemms,
+                                       int64_t experts, bool derives) {
+  const auto* table = gemms.get_pointer<const gemm::Grouped>();
+  return std::make_shared<GroupedPlan>(GroupedPlan{expert, products, table, experts, derives});
 }
 
 }  // namespace
@@ -79,7 +81,8 @@ void bind_grouped(py::module_& m) {
   py::class_<GroupedProduct>(m, "GroupedProduct", py::module_local())
       .def(py::init(&make_product), py::kw_only(), py::arg("kind"), py::arg("e5m2"));
   py::class_<GroupedPlan, std::shared_ptr<GroupedPlan>>(m, "GroupedPlan", py::module_local())
-      .def(py::init(&make_plan), py::kw_only(), py::arg("expert"), py::arg("products"), py::arg("gemms"), py::arg("experts"))
+      .def(py::init(&make_plan), py::kw_only(), py::arg("expert"), py::arg("products"), py::arg("gemms"),
+           py::arg("experts"), py::arg("derives"))
       .def("__call__", &grouped, py::arg("x"), py::arg("weights"), py::arg("where"), py::arg("copies"), py::arg("sums"),
            py::arg("call"));
   m.attr("GroupedBackward") = node_type();

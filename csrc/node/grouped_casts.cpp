@@ -25,8 +25,8 @@ QuantizeArgs direction(const Side& side, const Matrix& x, const Coded& out, cons
 }
 
 // `GroupCast`: columns, and rows beside them, in one read of x; in two where scales are of whole rows or columns.
-CodedPair cast_in_one_read(const GroupedPlan& plan, Operand operand, const Tensor& x, bool by_rows, const RowGroups& groups,
-                           const Copies* copies) {
+CodedPair cast_in_one_read(const GroupedPlan& plan, Operand operand, const Tensor& x, bool by_rows,
+                           const RowGroups& groups, const Copies* copies) {
   const Side &row = plan.side(operand, 0), &column = plan.side(operand, 1);
   const bool whole_rows = by_rows && row.spec.outer_rows, whole_columns = column.spec.outer_rows;
   const int64_t T = groups.rows, K = x.size(1), E = groups.ends.size(0);
@@ -39,7 +39,8 @@ CodedPair cast_in_one_read(const GroupedPlan& plan, Operand operand, const Tenso
   if (whole_rows || whole_columns) {
     amaxes = at::zeros({E * K + (whole_rows ? T : 0)}, x.options().dtype(ScalarType::Float).requires_grad(false));
     of_columns = amaxes.data_ptr<float>(), of_rows = whole_rows ? of_columns + E * K : nullptr;
-    plan.expert->casts->group_amax({args, reinterpret_cast<int32_t*>(of_columns), reinterpret_cast<int32_t*>(of_rows)}, at);
+    const GroupAmaxArgs looked{args, reinterpret_cast<int32_t*>(of_columns), reinterpret_cast<int32_t*>(of_rows)};
+    plan.expert->casts->group_amax(looked, at);
   }
   CodedPair made;
   if (by_rows) {
@@ -119,8 +120,8 @@ Tensor multiply_rows(const GroupedPlan& plan, Gemm gemm, const Coded& a, const C
   return out;
 }
 
-void multiply_columns(const GroupedPlan& plan, const Coded& a, const Coded& b, const RowGroups& groups, const Tensor& out,
-                      bool add) {
+void multiply_columns(const GroupedPlan& plan, const Coded& a, const Coded& b, const RowGroups& groups,
+                      const Tensor& out, bool add) {
   plan.gemms->columns(arguments(plan.products[kWgrad], a, b, groups, out, a.rows, add), where(out.device()));
 }
 

@@ -17,11 +17,13 @@ struct GroupedPlan {
   std::array<GroupedProduct, 3> products;
   const gemm::Grouped* gemms;
   int64_t experts;
+  bool derives;  // the input's columns from its rows: Python casts it
 
   const Side& side(Operand operand, int direction) const { return expert->sides[operand][direction]; }
 };
 
-// FP8 codes and their FP32 scales, packed. Those of the node are one tensor of bytes, scales from `scale_at` on; others are two.
+// FP8 codes and their FP32 scales, packed. Those of the node are one tensor of bytes, scales from `scale_at` on; others
+// are two.
 struct Coded {
   Tensor codes, scale;
   int64_t rows = 0, columns = 0, scale_rows = 0, scale_columns = 0, scale_at = 0;
@@ -63,8 +65,8 @@ Tensor multiply_rows(const GroupedPlan& plan, Gemm gemm, const Coded& a, const C
                      ScalarType dtype);
 
 // out (E, N, K) [+ out]: a (N, rows) . b (K, rows)^T of every group.
-void multiply_columns(const GroupedPlan& plan, const Coded& a, const Coded& b, const RowGroups& groups, const Tensor& out,
-                      bool add);
+void multiply_columns(const GroupedPlan& plan, const Coded& a, const Coded& b, const RowGroups& groups,
+                      const Tensor& out, bool add);
 
 // Whether the kernels can read or write a tensor where it is.
 bool begins_aligned(const Tensor& t);

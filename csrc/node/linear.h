@@ -66,7 +66,8 @@ struct LinearNode : torch::autograd::Node {
 // Whether tensors that are made now have memory, and nobody makes a graph of what runs; kernels.py's `traced`.
 bool makes_memory();
 
-// Whether a node can take a call that Python's function can: on the current device, and with nothing that looks in from outside.
+// Whether a node can take a call that Python's function can: on the current device, and with nothing that looks in from
+// outside.
 bool runs(const Tensor& x, const Tensor& w, PyObject* b_object);
 
 // The gradients that `backward` makes of dy, which cannot be differentiated.

@@ -633,3 +633,27 @@ def module_spec(module, fmt, direction, device):
     plain = kernels.spec(fmt, direction, device)
     fields = ("element", "scale_rule", "axis", "block_m", "block_k", "pow2", "eps", "outer_rows", "rht", "sr")
     return module.FormatSpec(**{f: getattr(plain, f) for f in fields})
+
+
+@pytest.mark.skipif(node.library() is None, reason="this build has no _C_node")
+@pytest.mark.parametrize("name", ["fp8_block", "fp8_rowwise", "rows, then blocks"])
+@pytest.mark.parametrize("most", [None, 1, 2])
+def test_grouped_linears_by_the_node(emulated, monkeypatch, name, most):
+    """By CUDA's own casts of all groups: the bits and the launches of Python's function, of rows and of tokens."""
+    cases = pytest.importorskip("test_grouped_node", reason="needs triton")
+    stand_in = cases.as_on_hopper(monkeypatch, emulated)
+    counted = ctypes.c_int.in_dll(ctypes.CDLL(emulated.__file__), "emulated_launches")
+    where, sizes = (None, torch.tensor([130, 0, 7, 60])) if most is None else cases.mapped(most, "cpu")
+    T, tokens = int(sizes.sum()), 197 if most is None else cases.TOKENS
+    groups = Groups(sizes.tolist(), cases.EXPERTS, T, torch.device("cpu")).between(copies=where, sums=where)
+    x, dy = cases.data(tokens)
+    found = []
+    for m in cases.pair(name):
+        m(x, groups)  # the weight is cast
+        before = counted.value
+        y, made, told = cases.results(m, x, dy, groups, stand_in=stand_in)
+        found.append((made, told, counted.value - before, cases.is_by_node(y)))
+    kernels._spec.cache_clear()
+    (by_node, told, launches, is_node), (by_python, told_python, launches_python, is_python) = found
+    assert (is_node, is_python) == (True, False) and told == told_python and launches == launches_python
+    assert all(t.any() for t in by_node) and all(map(torch.equal, by_node, by_python)) and not stand_in.errors

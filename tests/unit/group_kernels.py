@@ -1,6 +1,6 @@
-"""Kernels for all groups of rows on the CPU, where grouped linears find what a Hopper GPU offers them: the plans, casts and
-products are those of CUDA, the tensors the host's. Python's way and the C++ node's call one and the same functions, through
-the extensions' Python functions or through their tables."""
+"""Kernels for all groups of rows on the CPU, where grouped linears find what a Hopper GPU offers them: the plans, casts
+and products are those of CUDA, the tensors the host's. Python's way and the C++ node's call one and the same functions,
+through the extensions' Python functions or through their tables."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class Function:
 
 
 class GroupKernels:
-    """seen: of every call of a kernel for all groups what it was told, but for addresses. errors: raised in calls by C++."""
+    """seen: of every call of a kernel for all groups what it was told, but for addresses. errors: raised in calls by
+    C++."""
 
     INTERFACE = node._INTERFACE
 
@@ -111,10 +112,13 @@ class GroupKernels:
         down, across, _, _, gate, _, _, _, _, _, *grad = rest
         grad = grad or (0, 0)
         x = Matrix(data, dtype, M, K, down, across)
-        sides = [Quantize(x=x) if s is None else Quantize(_spec(s[0]), x, Payload(s[1], s[2], s[3], s[4])) for s in (row, col)]
-        self.cast(Pair(*sides, row is not None, True, False, None, gate, *grad, Groups(*groups), Weights(*weights or ())))
+        sides = [Quantize(x=x) if s is None else Quantize(_spec(s[0]), x, Payload(*s[1:5])) for s in (row, col)]
+        computed = gate, *grad, Groups(*groups), Weights(*weights or ())
+        self.cast(Pair(*sides, row is not None, True, False, None, *computed))
 
-    def group_amax(self, data, dtype, M, K, down, across, groups, of_columns, of_rows, stream, threads, gate, grad, stride, weights):
+    def group_amax(
+        self, data, dtype, M, K, down, across, groups, of_columns, of_rows, stream, threads, gate, grad, stride, weights
+    ):
         x = Quantize(x=Matrix(data, dtype, M, K, down, across))
         cast = Pair(x, x, False, True, False, None, gate, grad, stride, Groups(*groups), Weights(*weights or ()))
         self.amax(GroupAmax(cast, of_columns, of_rows))
@@ -137,8 +141,8 @@ class GroupKernels:
         if pair.has_row:
             self._by_rows(rows, pair.row)
         out, spec, ends = pair.col.out, pair.col.spec, at(g.ends, (g.groups,), torch.int32).tolist()
-        spread, blocks = torch.zeros(g.count * BLOCK, K, dtype=rows.dtype), at(g.blocks, (3, g.count), torch.int32).T.tolist()
-        used = blocks[: ends[-1]]
+        used = at(g.blocks, (3, g.count), torch.int32).T.tolist()[: ends[-1]]
+        spread = torch.zeros(g.count * BLOCK, K, dtype=rows.dtype)
         for b, (_, first, num) in enumerate(used):
             spread[b * BLOCK : b * BLOCK + num] = rows[first : first + num]
         fmt = SimpleNamespace(element=ELEMENTS[spec.element], eps=spec.eps, pow2=spec.pow2)
@@ -169,8 +173,8 @@ class GroupKernels:
     def multiply(self, what: str, args: Multiply) -> None:
         told = ("groups", "count", "rows_a", "n", "k", "kind", "out_type", "a_e5m2", "b_e5m2", "add")
         self.seen.append((what, *(getattr(args, name) for name in told)))
-        ends, blocks = at(args.ends, (args.groups,), torch.int32).tolist(), at(args.blocks, (3, args.count), torch.int32).T.tolist()
-        kind, used = KINDS[args.kind], blocks[: ends[-1]]
+        ends = at(args.ends, (args.groups,), torch.int32).tolist()
+        kind, used = KINDS[args.kind], at(args.blocks, (3, args.count), torch.int32).T.tolist()[: ends[-1]]
         by_rows = what == "rows"
         out = at(args.out, (args.rows_a, args.n) if by_rows else (args.groups, args.rows_a, args.n), OUT[args.out_type])
         a = self._codes(args.a, args.rows_a, args.k, args.a_e5m2)
@@ -226,7 +230,8 @@ def _rows(pair: Pair) -> torch.Tensor:
     g, x = pair.groups, matrix(pair.col.x)
     if g.choice:
         choice = at(g.choice, (g.rows,), torch.int32).long()
-        return torch.where((choice >= 0).unsqueeze(1), x[choice.clamp(min=0) // g.parts], torch.zeros((), dtype=x.dtype))
+        copies = x[choice.clamp(min=0) // g.parts]
+        return torch.where((choice >= 0).unsqueeze(1), copies, torch.zeros((), dtype=x.dtype))
     if not pair.gate and not pair.grad:
         return x
     w = pair.weights
@@ -244,12 +249,16 @@ def _rows(pair: Pair) -> torch.Tensor:
 
 
 def as_on_hopper(monkeypatch, extension=None) -> GroupKernels:
-    """From here on grouped linears on the CPU are planned, cast and multiplied as on a Hopper GPU. extension: whose casts
-    those are, in place of the stand-in's."""
+    """From here on grouped linears on the CPU are planned, cast and multiplied as on a Hopper GPU. extension: whose
+    casts those are, in place of the stand-in's."""
     found = GroupKernels()
     casts = extension or found
-    of = DeviceKind.of.__func__
-    hopper = classmethod(lambda cls, device: DeviceKind("cuda", (9, 0)) if of(cls, device).type == "cpu" else of(cls, device))
+    of = DeviceKind.of
+
+    def hopper(device):
+        kind = of(device)
+        return DeviceKind("cuda", (9, 0)) if kind.type == "cpu" else kind
+
     monkeypatch.setattr(DeviceKind, "of", hopper)
     monkeypatch.setattr(kernels, "extension", lambda device_type: casts)
     monkeypatch.setattr(ops_triton, "_reason_on_cuda", lambda: None)

@@ -1,5 +1,5 @@
-"""The C++ autograd node of the grouped linear gives the bits, the launches, the counts and the behaviour of Python's function
-(properties 12, 18, 25, 30, 42, 43). On the CPU by kernels that stand in for CUDA's (group_kernels.py)."""
+"""The C++ autograd node of the grouped linear gives the bits, the launches, the counts and the behaviour of Python's
+function (properties 12, 18, 25, 30, 42, 43). On the CPU by kernels that stand in for CUDA's (group_kernels.py)."""
 
 import contextlib
 import copy
@@ -34,9 +34,12 @@ RECIPES = {
                    "fp8_rowwise_e4m3:eps=1e-3",
                    top={"accumulate": {"fprop": "fast", "dgrad": "full", "wgrad": "full"}}),
     "rows, then blocks": recipe("fp8_rowwise_e4m3", E5M2, {"grad_output": "fp8_block_e5m2", "input": "fp8_block_e4m3"}),
-    "blocks, then rows": recipe({"input": "fp8_block_e4m3", "weight": "fp8_block_e4m3:2d"}, "fp8_rowwise_e4m3", "fp8_rowwise_e4m3"),
+    "blocks, then rows": recipe({"input": "fp8_block_e4m3", "weight": "fp8_block_e4m3:2d"}, "fp8_rowwise_e4m3",
+                                "fp8_rowwise_e4m3"),
     "derived weight": recipe("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "fp8_rowwise_e4m3",
                              columnwise_source={"weight": "rowwise_dequantized"}),
+    "derived": recipe("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "fp8_block_e4m3",
+                      columnwise_source={"input": "rowwise_dequantized"}),
 }  # fmt: skip
 
 
@@ -61,8 +64,8 @@ def grouped(name, device="cpu", *, quantized=False, cached=True, bias=False, sha
     rcp = RECIPES[name]
     torch.manual_seed(1)
     with mh.quantized_model_init(rcp, True) if quantized else contextlib.nullcontext():
-        made = dict(dtype=torch.bfloat16, **made)
-        m = mh.HybridGroupedLinear(EXPERTS, shape[1], shape[0], bias, recipe=rcp, name=f"experts.{prefix}", **made).to(device)
+        made = dict(dtype=torch.bfloat16, recipe=rcp, name=f"experts.{prefix}", **made)
+        m = mh.HybridGroupedLinear(EXPERTS, shape[1], shape[0], bias, **made).to(device)
     if cached:
         mh.prepare(m, seed=3).begin_step(1)
     else:
@@ -174,8 +177,12 @@ def test_gradients_and_inputs_of_any_strides(name, strides, device, stand_in):
     def strided(t):
         wide = torch.zeros(t.shape[0], t.shape[1] + 24, dtype=t.dtype, device=t.device)
         wide[:, 8 : 8 + t.shape[1]] = t
-        turned = t.t().contiguous().t()
-        return {"one element": t[:1, :1].expand(t.shape), "wide": wide[:, 8 : 8 + t.shape[1]], "turned": turned}[strides]
+        found = {
+            "one element": t[:1, :1].expand(t.shape),
+            "wide": wide[:, 8 : 8 + t.shape[1]],
+            "turned": t.t().contiguous().t(),
+        }
+        return found[strides]
 
     x, dy = (strided(t) for t in data(72, device))
     assert_same(pair(name, device), x, dy, SPLITS[0], stand_in)
@@ -196,7 +203,8 @@ def test_gradients_go_to_main_grad(name, quantized, where, device, stand_in):
     both, (x, dy) = pair(name, device, quantized=quantized), data(72, device)
     assert_same(both, x, dy, [44, 20, 0, 8], stand_in, main_grad=MAIN_GRADS[where], times=2)
     for m in both:
-        assert all(p.grad_added_to_main_grad and p.grad.shape == p.shape and p.grad.dtype == p.dtype for p in m.parameters())
+        for p in m.parameters():
+            assert p.grad_added_to_main_grad and p.grad.shape == p.shape and p.grad.dtype == p.dtype
 
 
 @pytest.mark.parametrize("gives", [True, False])
@@ -361,6 +369,27 @@ def test_no_host_wait_and_graphs_with_new_splits(name, quantized, main_grad, dev
             assert torch.equal(f, e), splits
 
 
+@pytest.mark.parametrize("most", [None, 1, 2])
+def test_tokens_that_were_quantized_before(most, device, stand_in):
+    """As they come from other ranks: their columns derive from rows."""
+    where, sizes = (None, torch.tensor(SPLITS[0])) if most is None else mapped(most, device)
+    T = int(sizes.sum())
+    groups = Groups(sizes if device == "cuda" else sizes.tolist(), EXPERTS, T, torch.device(device))
+    x, dy = data(TOKENS if where else T, device, T)
+    found = []
+    for m in pair("derived", device):
+        held = m.plans()[0].quantizers["input"].quantize(x, columnwise=False).requires_grad_()
+        y = m(held, groups.between(copies=where))
+        assert is_by_node(y) == (not found)
+        y.backward(dy)
+        told = [] if stand_in is None else list(stand_in.seen)
+        found.append([y.detach(), held.grad, m.weight.grad, told, m.plans()[0].calls])
+        if stand_in is not None:
+            stand_in.seen.clear()
+    for a, b in zip(*found, strict=True):
+        assert a.any() and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
 # ---- autograd
 
 
@@ -465,7 +494,8 @@ WHY_NOT = {
     "high precision": (recipe("high_precision", "high_precision", "high_precision"), "fprop runs by grouped_mm"),
     "mxfp8": (recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), "fprop runs by grouped_mm"),
     "derived": (recipe("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "fp8_rowwise_e4m3",
-                       columnwise_source={"input": "rowwise_dequantized"}), "input is not cast by rows and columns in one read"),
+                       columnwise_source={"grad_output": "rowwise_dequantized"}),
+                "grad_output is not cast by rows and columns in one read"),
 }  # fmt: skip
 
 
