@@ -18,6 +18,9 @@ from .storage_layout import row_dims
 _DTYPE = torch.bfloat16
 SHARDED_WEIGHTS = "optim_grads_params"  # of Megatron-FSDP's --data-parallel-sharding-strategy, and its default
 _GATED_MULTIPLE = 64  # Megatron rounds a gated MLP's default width up to it
+_MOST_EXPERTS = 1_000_000  # of all layers together: a plan is made for each
+_MAY_BE_ZERO = ("num_experts", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+_NEEDED = ("num_layers", "hidden_size", "num_attention_heads")
 
 
 class ShapeError(ValueError):
@@ -155,13 +158,16 @@ class ModelShape:
     def of(cls, args: Mapping, where: str = "the model") -> ModelShape:
         """From Megatron's arguments (`vars(args)`), or flags spelled like them; its defaults fill what is not there.
 
-        Raises `ShapeError` naming a size that is missing or is not a number.
+        Raises `ShapeError` naming a size that is missing, is no number, or that ranks or heads do not divide.
         """
         given = {name: args[name] for f in fields(cls) if args.get(name := f.name) is not None}
-        for name in ("num_layers", "hidden_size", "num_attention_heads"):
-            if not isinstance(given.get(name), int):
-                raise ShapeError(f"{where}: {_flag(name)} must be a whole number, found {given.get(name)!r}")
+        counts = [f.name for f in fields(cls) if f.type in ("int", "int | None")]
+        more = {name: args[name] for name in ("vocab_size", "make_vocab_size_divisible_by") if args.get(name) is not None}
+        for name in (*_NEEDED, *more, *(name for name in counts if name in given)):
+            _check_count(name, (given | more).get(name), where)
         hidden, heads = given["hidden_size"], given["num_attention_heads"]
+        if "kv_channels" not in given and hidden % heads:
+            raise ShapeError(f"{where}: --hidden-size {hidden} is not a multiple of --num-attention-heads {heads}")
         given.setdefault("kv_channels", hidden // heads)
         if "ffn_hidden_size" not in given:
             given["ffn_hidden_size"] = 4 * hidden
@@ -173,9 +179,25 @@ class ModelShape:
         given.setdefault("moe_ffn_hidden_size", given["ffn_hidden_size"])
         given.setdefault("expert_tensor_parallel_size", given.get("tensor_model_parallel_size", 1))
         if "padded_vocab_size" not in given and args.get("vocab_size"):
-            multiple = int(args.get("make_vocab_size_divisible_by") or 128) * given.get("tensor_model_parallel_size", 1)
-            given["padded_vocab_size"] = -(-int(args["vocab_size"]) // multiple) * multiple
-        return cls(**given)
+            multiple = (args.get("make_vocab_size_divisible_by") or 128) * given.get("tensor_model_parallel_size", 1)
+            given["padded_vocab_size"] = -(-args["vocab_size"] // multiple) * multiple
+        made = cls(**given)
+        made._check_ranks(where)
+        return made
+
+    def _check_ranks(self, where: str) -> None:
+        """Raise `ShapeError` for sizes that the ranks which split them do not divide, and for more experts than are planned."""
+        tp, etp = self.tensor_model_parallel_size, self.expert_tensor_parallel_size
+        for name, by, ranks in (
+            ("num_attention_heads", "tensor_model_parallel_size", tp),
+            ("ffn_hidden_size", "tensor_model_parallel_size", tp),
+            ("moe_ffn_hidden_size", "expert_tensor_parallel_size", etp if self.num_experts else 1),
+            ("num_experts", "expert_model_parallel_size", self.expert_model_parallel_size),
+        ):
+            if (size := getattr(self, name) or 0) % ranks:
+                raise ShapeError(f"{where}: {_flag(name)} {size} is not a multiple of {_flag(by)} {ranks}")
+        if (count := self.num_layers * (self.num_experts or 1)) > _MOST_EXPERTS:
+            raise ShapeError(f"{where}: --num-layers and --num-experts make {count} parts; at most {_MOST_EXPERTS} are planned")
 
     @classmethod
     def load(cls, path: str | Path) -> ModelShape:
@@ -183,6 +205,8 @@ class ModelShape:
         import yaml
 
         path = Path(path)
+        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe, a device: read without an end
+            raise ShapeError(f"{path}: not a regular file")
         try:
             flags = yaml.safe_load(path.read_text())
         except OSError as error:
@@ -247,6 +271,13 @@ class ModelShape:
         if leaf == "linear_fc1":
             return LinearShape(tokens, ffn * (2 if self.swiglu else 1) // etp, self.hidden_size)
         return LinearShape(tokens, self.hidden_size, ffn // etp, gathered=GRAD_OUTPUT) if leaf == "linear_fc2" else None
+
+
+def _check_count(name: str, value, where: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ShapeError(f"{where}: {_flag(name)} must be a whole number, found {value!r}")
+    if value < (least := 0 if name in _MAY_BE_ZERO else 1):
+        raise ShapeError(f"{where}: {_flag(name)} must be at least {least}, found {value}")
 
 
 def _flag(name: str) -> str:

@@ -257,6 +257,40 @@ def test_the_folder_of_a_run_points_at_its_checkpoints(capsys, tmp_path):
     assert f"{saved} is such a folder" in err and "a_tensorboard" not in err
 
 
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ({"num-layers": 0}, "--num-layers must be at least 1, found 0"),
+        ({"num-layers": -3}, "--num-layers must be at least 1, found -3"),
+        ({"num-layers": True}, "--num-layers must be a whole number, found True"),
+        ({"num-attention-heads": 0}, "--num-attention-heads must be at least 1"),
+        ({"hidden-size": 65}, "--hidden-size 65 is not a multiple of --num-attention-heads 4"),
+        ({"hidden-size": "1e30"}, "--hidden-size must be a whole number, found '1e30'"),
+        ({"seq-length": "long"}, "--seq-length must be a whole number, found 'long'"),
+        ({"vocab-size": [1]}, "--vocab-size must be a whole number, found \\[1\\]"),
+        ({"tensor-model-parallel-size": 0}, "--tensor-model-parallel-size must be at least 1"),
+        ({"tensor-model-parallel-size": 3}, "--num-attention-heads 4 is not a multiple of --tensor-model-parallel-size 3"),
+        ({"ffn-hidden-size": 127, "tensor-model-parallel-size": 2}, "--ffn-hidden-size 127 is not a multiple of --tensor"),
+        ({"num-experts": 5, "expert-model-parallel-size": 2}, "--num-experts 5 is not a multiple of --expert-model-par"),
+        ({"num-layers": 99999999999}, "make 99999999999 parts; at most 1000000 are planned"),
+        ({"num-experts": 10**6}, "make 4000000 parts"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(tmp_path, flags, words):
+    """In one line, not by a division by zero, by memory that runs out, or by figures of a model that nobody can train."""
+    sizes = {"num-layers": 4, "hidden-size": 64, "num-attention-heads": 4}
+    path = tmp_path / "model.yaml"
+    path.write_text(json.dumps(sizes | flags))
+    with pytest.raises(ShapeError, match=rf"model\.yaml: .*{words}"):
+        ModelShape.load(path)
+
+
+def test_a_model_file_without_an_end_is_refused(tmp_path):
+    (tmp_path / "model.yaml").symlink_to("/dev/zero")
+    with pytest.raises(ShapeError, match=r"model\.yaml: not a regular file"):
+        ModelShape.load(tmp_path / "model.yaml")
+
+
 def test_a_model_file_without_a_size_names_file_and_flag(tmp_path):
     with pytest.raises(ShapeError, match=r"model\.yaml: --num-layers must be a whole number, found None"):
         ModelShape.load(model_file(tmp_path, **{"num-layers": None}))
