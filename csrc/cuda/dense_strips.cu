@@ -36,7 +36,7 @@ void launch_dense_strips(const StripArgs& a, bool rows, bool cols, const Where& 
 }
 
 void launch_dense_amaxes(const StripArgs& a, const Where& where) {
-  const int64_t rows = a.cast.x.rows, columns = a.cast.x.cols;
+  const int64_t rows = a.of_rows ? a.cast.x.rows : 0, columns = a.cast.x.cols;
   const unsigned clears = grid_for((max(rows, columns) + kThreads - 1) / kThreads);
   launch(clear_amaxes, clears, 0, where, "quantize", a.of_rows, rows, a.of_columns, columns, a.cast.noop);
   by_narrow(a.cast.x.dtype, [&](auto type) {

@@ -9,7 +9,7 @@ namespace mh::cuda {
 bool fits_dense_strips(const CastArgs& args, bool rows, bool cols);
 void launch_dense_strips(const StripArgs& args, bool rows, bool cols, const Where& where);
 
-// Amaxes of rows and of columns, in one read, whatever was there before.
+// Amaxes of columns, and of rows unless of_rows is null, in one read, whatever was there before.
 void launch_dense_amaxes(const StripArgs& args, const Where& where);
 
 // The same of rows alone, `a.row`, whose amaxes are to be found: whole rows at once (whole_rows.cu). Writes of_rows too.

@@ -168,9 +168,9 @@ bool can_look(const PairArgs& p) {
 
 bool measures_lines(bool has, const QuantizeArgs& a) { return has && is_measured(a) && a.spec.outer_rows; }
 
-// Takes the amaxes asked for and casts by strips; false, and nothing done, where these do not fit. Amaxes of rows and
-// columns are taken in one read, and those of rows alone where the cast holds whole rows. Those of rows beside columns
-// that need none are taken on the way of another cast (panels.cuh), which is left to it.
+// Takes the amaxes asked for and casts by strips; false, and nothing done, where these do not fit. Amaxes of columns, and
+// of rows in the same read, are taken by strips too; those of rows alone where the cast holds whole rows. Those of rows
+// beside columns that need none are taken on the way of another cast (panels.cuh), which is left to it.
 bool cast_by_strips(const PairArgs& p, const Where& where) {
   if (p.derived || p.sums || !(p.has_row || p.has_col)) return false;
   const Matrix x = matrix_of(p);
@@ -181,20 +181,18 @@ bool cast_by_strips(const PairArgs& p, const Where& where) {
   StripArgs s{};
   s.cast = cast_args(p, x, swapped, false);
   if (p.grad) {  // a thread block has both halves of its tile's rows
-    s.cast.tiling = make_tiling(x.rows, x.cols / 2, false);
+    s.cast.tiling = make_tiling(s.cast.x.rows, s.cast.x.cols / 2, false);
     s.cast.items = s.cast.tiling.count;
   }
   s.cast.noop = (p.has_row ? p.row : p.col).noop;
-  const bool lines = measures_lines(rows, of_rows), both = lines && measures_lines(cols, of_columns);
-  s.of_rows = lines ? reinterpret_cast<int32_t*>(of_rows.measured) : nullptr;
-  if (lines && !cols && fits_whole_rows(s.cast)) return launch_whole_rows(s, where), true;
-  if ((can_look(p) && !both) || !fits_dense_strips(s.cast, rows, cols)) return false;
-  if (both) {
-    s.of_columns = reinterpret_cast<int32_t*>(of_columns.measured);
-    launch_dense_amaxes(s, where);
-  } else {
-    measure(p, where);
-  }
+  const bool row_lines = measures_lines(rows, of_rows), column_lines = measures_lines(cols, of_columns);
+  s.of_rows = row_lines ? reinterpret_cast<int32_t*>(of_rows.measured) : nullptr;
+  s.of_columns = column_lines ? reinterpret_cast<int32_t*>(of_columns.measured) : nullptr;
+  if (row_lines && !cols && fits_whole_rows(s.cast)) return launch_whole_rows(s, where), true;
+  if ((can_look(p) && !column_lines) || !fits_dense_strips(s.cast, rows, cols)) return false;
+  // of few rows the other pass needs no zeros before
+  const bool columns_alone = column_lines && s.cast.x.rows > kTile && !(rows && is_measured(of_rows));
+  columns_alone || (row_lines && column_lines) ? launch_dense_amaxes(s, where) : measure(p, where);
   s.cast.tiling.backwards = any_measured(p);
   launch_dense_strips(s, rows, cols, where);
   return true;
