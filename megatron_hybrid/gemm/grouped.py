@@ -30,6 +30,7 @@ from .scaled_mm import BLOCK, ROW, TILE, codes, scale_kind
 
 _ALIGN = 16  # bytes: rows of a matrix, and groups along the contraction, begin at multiples of this
 _BLOCK = 128  # rows of a block of columns, elements of a block scale
+_FEW_ROWS = 1024  # an expert: decodes of weights where they are multiplied win at 256 and lose at 4096 (performance.md)
 _HOPPER = (9, 0)
 _OWN_KINDS = {(ROW, ROW): grouped_cuda.ROW, (BLOCK, BLOCK): grouped_cuda.BLOCKS, (BLOCK, TILE): grouped_cuda.TILES}
 
@@ -154,9 +155,16 @@ class HighPrecisionMm(GroupedMm):
 
 class GroupedDecoding(GroupedMm):
     """`GroupedMm` whose fprop and dgrad decode the weight where it is multiplied (decoding.py), on Hopper: each weight is
-    read as codes, and none is written in bf16. Results are rounded once."""
+    read as codes, and none is written in bf16. Results are rounded once.
+
+    most: rows an expert, on average, above which it is `GroupedMm`, whose products are faster and whose decodes of
+    weights then weigh less; None: whatever their number.
+    """
 
     name = "grouped_decoding"
+
+    def __init__(self, most: int | None):
+        self.most = most
 
     def reason(self, pair, shape, dtype):
         if pair.gemm == "wgrad":
@@ -167,7 +175,8 @@ class GroupedDecoding(GroupedMm):
         return decoding.shape_reason(pair.b, rows_b, contraction) or super().reason(pair, shape, dtype)
 
     def rows(self, gemm, plans, a, w, groups, dtype):
-        y = decoding.multiply(a, w.by_rows(), w.num, groups.layout(_BLOCK).blocks)
+        few = self.most is None or groups.rows <= self.most * w.num
+        y = decoding.multiply(a, w.by_rows(), w.num, groups.layout(_BLOCK).blocks) if few else None
         if y is None:
             return super().rows(gemm, plans, a, w, groups, dtype)
         _count(plans, gemm)
@@ -285,7 +294,8 @@ class ScaledGroupedMm:
         return _finish(dw, dtype, accumulate_into)
 
 
-OWN, NATIVE, DECODING, BF16, LOOP = GroupedFp8(), ScaledGroupedMm(), GroupedDecoding(), GroupedMm(), GroupedLoop()
+OWN, NATIVE, BF16, LOOP = GroupedFp8(), ScaledGroupedMm(), GroupedMm(), GroupedLoop()
+DECODING, DECODING_ALWAYS = GroupedDecoding(_FEW_ROWS), GroupedDecoding(None)
 
 
 def choose(step, shape: tuple[int, int], dtype: torch.dtype) -> GroupedBackend:
@@ -294,8 +304,8 @@ def choose(step, shape: tuple[int, int], dtype: torch.dtype) -> GroupedBackend:
         return next((b for b in (OWN, NATIVE) if b.reason(step.pair, shape, dtype) is None), LOOP)
     if step.backend.name == "reference":  # asked for by name
         return LOOP
-    if step.backend.name == decoding.NAME and DECODING.reason(step.pair, shape, dtype) is None:  # so was this
-        return DECODING
+    if DECODING.reason(step.pair, shape, dtype) is None:
+        return DECODING_ALWAYS if step.backend.name == decoding.NAME else DECODING
     return LOOP if BF16.reason(step.pair, shape, dtype) else BF16
 
 

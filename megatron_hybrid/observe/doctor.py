@@ -82,7 +82,7 @@ def _kernels(devices) -> Iterator[Finding]:
     built = grouped_cuda.library() is not None
     detail = "in CUDA on Hopper" if built else "in Triton: no `_C_gemm` in this build (needs nvcc and sm_90a)"
     yield Finding(section, OK if built else NOTE, "grouped FP8 GEMMs", detail)
-    detail = "on Hopper, by name (backend `decoding`)" if built else "no `_C_gemm` in this build"
+    detail = "experts' on Hopper; others by name (`decoding`)" if built else "no `_C_gemm` in this build"
     yield Finding(section, OK if built else NOTE, "GEMMs that decode MXFP8 and NVFP4 inside", detail)
     built = node.library() is not None
     detail = "the commonest linear runs without Python in backward" if built else "no `_C_node` for this torch: Python serves"

@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import megatron_hybrid as mh
 from megatron_hybrid.gemm import grouped as gemms
+from megatron_hybrid.gemm import grouped_cuda
 from megatron_hybrid.grouped_at_once import GroupedPlan
 from megatron_hybrid.grouped_columns import row_scaled_columns
 from megatron_hybrid.groups import Groups
@@ -464,10 +465,11 @@ def test_choice_of_backends_on_hopper():
     from megatron_hybrid.roles import GROUPED_LINEAR, ModuleRole
 
     role = ModuleRole(GROUPED_LINEAR, "experts.fc1", expert=0)
+    rows = "grouped_mm" if grouped_cuda.library() is None else "grouped_decoding"
     expected = {
         "bf16": ["grouped_mm"] * 3,
-        "mxfp8": ["grouped_mm"] * 3,
-        "rowscaled": ["grouped_mm"] * 3,
+        "mxfp8": [rows, rows, "grouped_mm"],
+        "rowscaled": [rows, rows, "grouped_mm"],
         "fp8_rowwise": ["grouped_fp8"] * 3,
         "fp8_block": ["grouped_fp8"] * 3,
     }

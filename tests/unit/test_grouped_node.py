@@ -492,7 +492,7 @@ def test_copies_run_by_the_node_too(again, device):
 
 WHY_NOT = {
     "high precision": (recipe("high_precision", "high_precision", "high_precision"), "fprop runs by grouped_mm"),
-    "mxfp8": (recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), "fprop runs by grouped_mm"),
+    "mxfp8": (recipe("mxfp8_e4m3", "mxfp8_e4m3", "mxfp8_e4m3"), "fprop runs by grouped_decoding"),
     "derived": (recipe("fp8_rowwise_e4m3", "fp8_rowwise_e4m3", "fp8_rowwise_e4m3",
                        columnwise_source={"grad_output": "rowwise_dequantized"}),
                 "grad_output is not cast by rows and columns in one read"),
