@@ -94,7 +94,9 @@ class Checkpoint:
 def _iteration_folder(path: Path) -> Path:
     tracker = path / TRACKER
     if tracker.is_file():
-        word = tracker.read_text().strip()
+        word = tracker.read_text(errors="replace").strip()
+        if word != "release" and not (word.isdecimal() and word.isascii()):
+            raise CheckpointError(f"{tracker}: an iteration or `release` is expected, found {word[:20]!r}")
         path = path / ("release" if word == "release" else f"iter_{int(word):07d}")
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint in {path}: no such folder")

@@ -163,7 +163,11 @@ def import_hf(folder: Path, out: Path, *, vocab_multiple: int = 128) -> ModelSpe
     path = folder / CONFIG
     if not path.is_file():
         raise ConversionError(f"{folder}: no {CONFIG} in it")
-    spec = ModelSpec.from_hf(json.loads(path.read_text()), str(path))
+    try:
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise ConversionError(f"{path}: not JSON ({error})") from None
+    spec = ModelSpec.from_hf(config, str(path))
     reader = safetensors_file.Reader(folder)
     if spec.tied and "lm_head.weight" in reader and "model.embed_tokens.weight" not in reader:
         raise ConversionError(f"{folder}: tied embeddings without model.embed_tokens.weight")

@@ -13,7 +13,9 @@ Each with plain rotary embeddings or those scaled as Llama 3.1 does (`llama3`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -243,10 +245,15 @@ class ModelSpec:
     @classmethod
     def from_hf(cls, config: Mapping, where: str) -> ModelSpec:
         """From config.json. Raises `ConversionError` naming what Megatron would need to have."""
+        if not isinstance(config, Mapping):
+            raise ConversionError(f"{where}: an object is expected, found {type(config).__name__}")
         kind = config.get("model_type")
-        if kind not in _CLASSES:
+        if not isinstance(kind, str) or kind not in _CLASSES:
             raise ConversionError(f"{where}: model_type {kind!r}; these convert: {', '.join(_CLASSES)}")
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if not isinstance(rope, Mapping):
+            raise ConversionError(f"{where}: rope_scaling = {rope!r} does not convert")
+        size, number = functools.partial(_number, config, where, int), functools.partial(_number, config, where, float)
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         refused = {
             "attention_bias": config.get("attention_bias"),
@@ -259,34 +266,49 @@ class ModelSpec:
             if is_refused:
                 found = rope if name == "rope_scaling" else config.get(name)
                 raise ConversionError(f"{where}: {name} = {found!r} does not convert")
-        layers, experts = config["num_hidden_layers"], config.get("num_experts", 0) if kind in _WITH_EXPERTS else 0
-        heads, dense = config["num_attention_heads"], set(config.get("mlp_only_layers") or ())
-        every = config.get("decoder_sparse_step", 1)
+        layers, experts = size("num_hidden_layers"), size("num_experts", 0) if kind in _WITH_EXPERTS else 0
+        heads, dense = size("num_attention_heads"), config.get("mlp_only_layers") or ()
+        if not isinstance(dense, Sequence):
+            raise ConversionError(f"{where}: mlp_only_layers is a list of layers, found {dense!r}")
+        every = size("decoder_sparse_step", 1)
         sparse = tuple(bool(experts) and i not in dense and (i + 1) % every == 0 for i in range(layers))
-        dtype = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+        dtype = getattr(torch, str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ConversionError(f"{where}: torch_dtype = {config.get('dtype') or config.get('torch_dtype')!r}: no such dtype")
         return cls(
             num_layers=layers,
-            hidden=config["hidden_size"],
+            hidden=size("hidden_size"),
             heads=heads,
-            groups=config.get("num_key_value_heads") or heads,
-            head_size=config.get("head_dim") or config["hidden_size"] // heads,
-            ffn=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            max_positions=config["max_position_embeddings"],
-            norm_eps=config["rms_norm_eps"],
-            rope_base=float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0),
-            dtype=getattr(torch, str(dtype).removeprefix("torch.")),
+            groups=size("num_key_value_heads", heads),
+            head_size=size("head_dim", size("hidden_size") // heads),
+            ffn=size("intermediate_size"),
+            vocab=size("vocab_size"),
+            max_positions=size("max_position_embeddings"),
+            norm_eps=number("rms_norm_eps"),
+            rope_base=_number(rope, where, float, "rope_theta", number("rope_theta", 10000.0)),
+            dtype=dtype,
             tied=bool(config.get("tie_word_embeddings", False)),
             qk_norm=kind in (QWEN3, QWEN3_MOE),
             moe_layers=sparse,
             experts=experts,
-            expert_ffn=config.get("moe_intermediate_size", 0) if experts else 0,
-            topk=config.get("num_experts_per_tok", 0) if experts else 0,
-            shared_ffn=config["shared_expert_intermediate_size"] if kind == QWEN2_MOE else 0,
+            expert_ffn=size("moe_intermediate_size", 0) if experts else 0,
+            topk=size("num_experts_per_tok", 0) if experts else 0,
+            shared_ffn=size("shared_expert_intermediate_size") if kind == QWEN2_MOE else 0,
             qkv_bias=kind == QWEN2 or (kind == QWEN2_MOE and config.get("qkv_bias", True)),
-            rope_factor=float(rope["factor"]) if rope_type == "llama3" else None,
+            rope_factor=_number(rope, where, float, "factor") if rope_type == "llama3" else None,
             renormalize=bool(config.get("norm_topk_prob", False)) if experts else True,
         )
+
+
+def _number(config: Mapping, where: str, kind: type, name: str, default=None):
+    """A number above zero of config.json, the default where it has none. Raises `ConversionError`."""
+    value = config.get(name)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, kind)) or not 0 < value < math.inf:
+        whole = "a whole number" if kind is int else "a number"
+        raise ConversionError(f"{where}: {name} must be {whole} above zero, found {value!r}")
+    return kind(value)
 
 
 def _fits(rope: Mapping, rope_type: str) -> bool:

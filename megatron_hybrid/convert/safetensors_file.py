@@ -6,6 +6,7 @@ Files are those of the `safetensors` package, which is not needed.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -20,6 +21,8 @@ _DTYPES = {
 }  # fmt: skip
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _ALIGN = 8
+# what a header or an index that is something else ends in
+_DAMAGED = (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error)
 
 
 class SafetensorsError(ValueError):
@@ -84,8 +87,11 @@ class Reader:
 
     def _paths(self) -> list[Path]:
         if (self.folder / INDEX).is_file():
-            names = set(json.loads((self.folder / INDEX).read_text())["weight_map"].values())
-            return [self.folder / name for name in sorted(names)]
+            try:
+                names = sorted(set(json.loads((self.folder / INDEX).read_text())["weight_map"].values()))
+                return [self.folder / name for name in names]
+            except _DAMAGED as error:
+                raise SafetensorsError(f"{self.folder / INDEX}: not an index of safetensors files ({error!r})") from None
         paths = sorted(self.folder.glob("*.safetensors"))
         if not paths:
             raise SafetensorsError(f"{self.folder} holds no *.safetensors")
@@ -117,12 +123,16 @@ def _entries(path: Path) -> dict:
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
+            if length > path.stat().st_size:
+                raise ValueError(f"a header of {length} bytes in a file of {path.stat().st_size}")
             header = json.loads(file.read(length))
-        base = 8 + length
-        return {
-            name: (path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), *(base + at for at in entry["data_offsets"]))
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (OSError, ValueError, KeyError, struct.error) as error:
+        base, found = 8 + length, {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                dtype, shape, (start, end) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
+                if min(start, *shape, 0) < 0 or end - start != math.prod(shape) * dtype.itemsize:
+                    raise ValueError(f"{name}: {end - start} bytes at {start} for {shape} of {dtype}")
+                found[name] = path, dtype, shape, base + start, base + end
+        return found
+    except _DAMAGED as error:
         raise SafetensorsError(f"{path}: not a safetensors file ({error!r})") from None

@@ -254,6 +254,62 @@ def test_configs_without_a_counterpart_are_refused(changes, says):
         ModelSpec.from_hf({**LLAMA.hf_config(), **changes}, "here")
 
 
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"model_type": ["llama"]}, r"model_type \['llama'\]"),
+        ({"hidden_size": None}, "hidden_size must be a whole number above zero, found None"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number above zero, found '64'"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be .* found -1"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be .* found 0"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads must be .* found 0"),
+        ({"max_position_embeddings": True}, "max_position_embeddings must be .* found True"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a number above zero, found nan"),
+        ({"rope_theta": "high", "rope_parameters": None}, "rope_theta must be a number"),
+        ({"rope_scaling": [1]}, r"rope_scaling = \[1\] does not convert"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is a list of layers, found 3"),
+        ({"torch_dtype": "float99"}, "torch_dtype = 'float99': no such dtype"),
+    ],
+)
+def test_configs_that_say_nonsense_are_refused_by_name(changes, says):
+    with pytest.raises(ConversionError, match=f"^here: {says}"):
+        ModelSpec.from_hf({**LLAMA.hf_config(), **changes}, "here")
+
+
+def test_damaged_folders_are_refused_by_file(tmp_path):
+    """A config that is no JSON, or a list; an index or a header that is something else, or points beyond its file."""
+    folder = make_folder(tmp_path / "hf", LLAMA)
+    config, weights, index = (folder / name for name in ("config.json", "model.safetensors", "model.safetensors.index.json"))
+    good = config.read_text()
+    for text, says in (("", "not JSON"), ("[]", "an object is expected, found list"), ("{", "not JSON")):
+        config.write_text(text)
+        with pytest.raises(ConversionError, match=f"config.json: {says}"):
+            import_hf(folder, tmp_path / "out")
+    config.write_text(good)
+    entry = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+    for header in ([], {"a": 1}, {"a": {"dtype": ["F32"]}}, {"a": entry | {"shape": [3]}}, {"a": entry | {"data_offsets": [-8, 0]}},
+                   {"a": entry | {"shape": None}}, {"a": entry | {"dtype": "F99"}}):  # fmt: skip
+        text = json.dumps(header).encode()
+        weights.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+        with pytest.raises(SafetensorsError, match="model.safetensors: not a safetensors file"):
+            import_hf(folder, tmp_path / "out")
+    weights.write_bytes((2**63 - 1).to_bytes(8, "little") + b"{}")
+    with pytest.raises(SafetensorsError, match="a header of 9223372036854775807 bytes in a file of 10"):
+        import_hf(folder, tmp_path / "out")
+    for text in ("", "[]", "{}", '{"weight_map": {"a": 1}}'):
+        index.write_text(text)
+        with pytest.raises(SafetensorsError, match="index.json: not an index of safetensors files"):
+            import_hf(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("word", [b"", b"abc", b"-5", b"\xff\xfe", "５".encode()])
+def test_a_damaged_tracker_is_named(word, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_bytes(word)
+    with pytest.raises(CheckpointError, match="latest_checkpointed_iteration.txt: an iteration or `release` is expected"):
+        Checkpoint(tmp_path)
+
+
 def test_nothing_is_overwritten_and_mistakes_exit_2(tmp_path, capsys):
     folder = make_folder(tmp_path / "hf", LLAMA)
     import_hf(folder, tmp_path / "ckpt")
