@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import math
 import sys
 import warnings
 from collections.abc import Sequence
@@ -23,6 +24,9 @@ from tqdm import tqdm
 from megatron_hybrid.data.prepare import SPLITS, Options, Prepared, prepare
 from megatron_hybrid.data.sources import DEFAULT_SUFFIXES, cap_sources, find_sources, stdlib_sources
 from megatron_hybrid.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+
+
+_MOST_KIB = 1 << 30  # a tebibyte
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,8 +59,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--max-mib", type=float, metavar="N", help="take an even sample of the files up to this size")
     args = parser.parse_args(argv)
-    if args.max_document_kib < 0:
-        parser.error("--max-document-kib must not be negative")
+    if not 0 <= args.max_document_kib <= _MOST_KIB:
+        parser.error(f"--max-document-kib must not be negative, and at most {_MOST_KIB}")
+    if args.max_mib is not None and not 0 < args.max_mib < math.inf:
+        parser.error(f"--max-mib must be a number above zero, found {args.max_mib:g}")
+    for flag, given in (("--input", args.input or ()), ("--output", [args.output]), ("--tokenizer-path", [args.tokenizer_path])):
+        if "" in given:
+            parser.error(f"{flag}: an empty name")
     return args
 
 
@@ -110,7 +119,10 @@ def print_report(result: Prepared, tokenizer: Tokenizer) -> None:
 
 def _parse_split(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(share) for share in text.split(","))
+        shares = tuple(float(share) for share in text.split(","))
+        if not all(map(math.isfinite, shares)):
+            raise ValueError
+        return shares
     except ValueError:
         raise ValueError(f"--split {text}: numbers separated by commas are expected, for example 0.95,0.05") from None
 

@@ -112,6 +112,8 @@ def _read_jsonl(source: Source, key: str, advance: Callable[[int], None]) -> Ite
                     record = json.loads(line)
                 except json.JSONDecodeError as exc:
                     raise ValueError(f"{where}: not a line of JSON: {exc.msg} (column {exc.colno})") from None
+                except RecursionError:
+                    raise ValueError(f"{where}: not a line of JSON that is read: nested too deep") from None
                 yield _text_of(record, key, where)
             advance(len(line))
 
@@ -124,6 +126,10 @@ def _text_of(record: object, key: str, where: str) -> str:
         raise ValueError(f"{where}: no key {key!r}; there are {keys} (see --json-key)")
     if not isinstance(record[key], str):
         raise ValueError(f"{where}: key {key!r} holds {type(record[key]).__name__}, text is expected")
+    try:
+        record[key].encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{where}: key {key!r} holds half of a surrogate pair, which no text is") from None
     return record[key]
 
 

@@ -186,6 +186,8 @@ def test_bad_input_is_one_line(tmp_path, make, message, capsys):
         ('{"texts": "x"}', ":2: no key 'text'; there are 'texts'"),
         ('{"text": 3}', ":2: key 'text' holds int"),
         ("[1]", ":2: a JSON object is expected, found list"),
+        ('{"text": "\\ud800 alone"}', "x.jsonl:2: key 'text' holds half of a surrogate pair"),
+        ('{"text": ' + "[" * 100000 + "]" * 100000 + "}", "x.jsonl:2: not a line of JSON that is read: nested too deep"),
     ],
 )
 def test_bad_json_line_is_named(tmp_path, line, message):
@@ -202,6 +204,7 @@ def test_bad_json_line_is_named(tmp_path, line, message):
         (["--split", "0.9,0.2"], "add up to 1.1"),
         (["--split", "a,b"], "numbers separated by commas"),
         (["--split", "0,1"], "train > 0"),
+        (["--split", "nan,1"], "numbers separated by commas"),
         (["--tokenizer-path", "no-such-folder"], "no such folder"),
         (["--max-mib", "0.000001"], "no input file is as small as the limit"),
     ],
@@ -209,6 +212,23 @@ def test_bad_json_line_is_named(tmp_path, line, message):
 def test_bad_options(tmp_path, folder, flags, message):
     with pytest.raises(ValueError, match=message):
         run(tmp_path, "--input", str(folder), *flags)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--max-document-kib", "-1"], "--max-document-kib must not be negative"),
+        (["--max-document-kib", "9" * 20], "at most 1073741824"),
+        (["--max-mib", "nan"], "--max-mib must be a number above zero, found nan"),
+        (["--max-mib", "-1"], "--max-mib must be a number above zero"),
+        (["--tokenizer-path", ""], "--tokenizer-path: an empty name"),
+        (["--input", ""], "--input: an empty name"),
+    ],
+)
+def test_numbers_and_names_that_cannot_be_are_refused_by_flag(tmp_path, folder, flags, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(tmp_path, "--input", str(folder), *flags)
+    assert ended.value.code == 2 and message in capsys.readouterr().err
 
 
 def test_help_and_the_command_line(tmp_path, folder):
