@@ -45,6 +45,17 @@ void count_all(const GroupedPlan& plan, py::handle call, Gemm gemm) {
   calls[key] = py::object(calls[key]) + py::int_(plan.experts);
 }
 
+// Whether the products can read what others made where it is: parts of a payload may begin anywhere.
+bool readable(std::initializer_list<Tensor> made) {
+  for (const Tensor& t : made)
+    if (t.defined() && !begins_aligned(t)) return false;
+  return true;
+}
+
+bool readable(const CodedPair& made) {
+  return readable({made[0].codes, made[0].scale, made[1].codes, made[1].scale});
+}
+
 // What Python gives of the weights: rows, and columns where asked for, with whether these are to be turned over.
 struct Weights {
   Coded row;
@@ -52,11 +63,7 @@ struct Weights {
   std::optional<Held> column;
   bool turned = false;
 
-  bool readable() const {
-    for (const Tensor& t : {row.codes, row.scale, codes, scale})
-      if (t.defined() && !begins_aligned(t)) return false;
-    return true;
-  }
+  bool readable() const { return node::readable({row.codes, row.scale, codes, scale}); }
 };
 
 Weights weights_of(const GroupedPlan& plan, py::handle call, const py::sequence& weights, bool columns) {
@@ -171,7 +178,7 @@ variable_list GroupedNode::backward(const Tensor& dy) {
   CodedPair both;
   if (computed) {
     auto found = made_before(*plan, dy);
-    if (!found) return backward_by_python(dy);
+    if (!found || !readable(*found)) return backward_by_python(dy);
     both = std::move(*found);
   }
   const bool told = look_at_weights();
@@ -223,6 +230,7 @@ py::object grouped(const std::shared_ptr<GroupedPlan>& plan, py::handle x_object
       py::gil_scoped_release no_gil;
       both = cast_groups(*plan, kInput, x, true, needs[1], groups, of_x.get());
     }
+    if (!readable(both)) return py::none();
     Weights w = weights_of(*plan, call, weight_objects, needs[0]);
     if (!w.readable()) return py::none();
     count_all(*plan, call, kFprop);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from .. import kernels
 from ..formats import COLUMNWISE, ROWWISE, Format
 from ..storage import QuantizedStorage
 from . import grouped_cuda
@@ -43,10 +44,12 @@ def shape_reason(fmt: Format, rows_b: int, contraction: int) -> str | None:
 
 def multiply(a: QuantizedStorage, b: QuantizedStorage, groups: int = 1, where=None) -> torch.Tensor | None:
     """Every row of A with its group's rows of B, (T, n) in bf16; None, and nothing done, where one of them lies in memory
-    in another way: codes not by contraction, odd addresses.
+    in another way: codes not by contraction, odd addresses, no memory at all.
 
     groups: B's are (groups * n, contraction). where: the `BlockMap` of A's rows, None: they are of one group.
     """
+    if kernels.traced(a.qdata):  # this is no operator
+        return None
     operands = [_Rows.of(s) for s in (a, b)]
     if None in operands:
         return None
@@ -106,7 +109,7 @@ class DecodingBackend(EmulatedBackend):
         (rows_a, contraction), rows_b = a.operand_shape, b.operand_shape[0]
         exact = self._in_bf16(a) and self._in_bf16(b)
         wanted = exact and out_dtype == torch.bfloat16 and accumulate_into is None and rows_a * rows_b * contraction > 0
-        if wanted and not torch.compiler.is_compiling() and shape_reason(pair.b, rows_b, contraction) is None:
+        if wanted and shape_reason(pair.b, rows_b, contraction) is None:
             if (found := multiply(a, b)) is not None:
                 return found
         return super().run(a, b, pair, out_dtype, accumulate_into)

@@ -18,9 +18,10 @@ from typing import Protocol
 
 import torch
 
-from .. import ops_triton
+from .. import kernels, ops_triton
 from ..formats import COLUMNWISE, ROWWISE
 from ..groups import Groups
+from ..plan import PlanError
 from ..stacked import GroupedColumns, StackedWeight, rows_of
 from ..storage import FP8_DTYPES, QuantizedStorage
 from . import decoding, grouped_cuda
@@ -230,7 +231,7 @@ class PreparedFp8(GroupedFp8):
         _count(plans, gemm)
         s, where = w.by_rows(), groups.layout(_BLOCK).blocks
         out = torch.empty((a.shape[0], s.shape[0] // w.num), dtype=dtype, device=a.qdata.device)
-        return self._run("rows", a, s, out, where, a.shape[0], out.shape[1])
+        return self._run("rows", plans[0], a, s, out, where, a.shape[0], out.shape[1])
 
     def contract(self, plans, a, b, dtype, accumulate_into=None):
         _count(plans, "wgrad")
@@ -239,12 +240,20 @@ class PreparedFp8(GroupedFp8):
         add = isinstance(total, torch.Tensor) and total.is_contiguous() and total.shape == shape
         made = dtype if total is None else total[0].dtype
         out = total if add else torch.empty(shape, dtype=made, device=x.qdata.device)
-        self._run("columns", x, y, out, a.layout.blocks, shape[1], shape[2], add)
+        self._run("columns", plans[0], x, y, out, a.layout.blocks, shape[1], shape[2], add)
         return out if add else _finish(out, dtype, total)
 
-    def _run(self, what: str, a: QuantizedStorage, b: QuantizedStorage, out, where, rows_a: int, n: int, add=False):
-        """`multiply_rows` or `multiply_columns` of payloads, packed: those of a part of a wider tensor are views."""
+    def _run(self, what: str, plan, a: QuantizedStorage, b: QuantizedStorage, out, where, rows_a: int, n: int, add=False):
+        """`multiply_rows` or `multiply_columns` of payloads, packed: those of a part of a wider tensor are views.
+
+        Raises `PlanError` for payloads without memory, as a backward under fake tensors makes them.
+        """
         packed = codes(a).contiguous(), codes(b).contiguous()
+        if kernels.traced(packed[0]) and not torch.compiler.is_compiling():
+            raise PlanError(
+                f"{plan.label}: FP8 GEMMs of all groups are no operators: they take neither tensors without memory nor "
+                "those that a graph is made of; run the forward so too, whose experts then run one by one"
+            )
         tensors = *packed, a.scale.contiguous(), b.scale.contiguous(), out
         if grouped_cuda.takes(*tensors):
             return grouped_cuda.run(what, *tensors, where, rows_a, n, self.kind, self.fast, add, self.e5m2)

@@ -95,6 +95,14 @@ def test_without_the_extension(monkeypatch):
     assert gemms.DECODING.reason(pair(MX, MX), (256, 256), BF16) == "this build has no _C_gemm"
 
 
+def test_operands_without_memory_are_left_alone(monkeypatch):
+    """Addresses of nothing would end the process."""
+    monkeypatch.setattr(grouped_cuda, "takes", lambda *tensors: True)
+    s = cast(torch.ones(8, 128), MX, ROWWISE)
+    s = s.with_buffers({name: buffer.to("meta") for name, buffer in s.buffers().items()})
+    assert decoding.multiply(s, s) is None
+
+
 def random(rows, k, seed=0):
     """Rows of different sizes."""
     made = torch.Generator(CUDA).manual_seed(seed)

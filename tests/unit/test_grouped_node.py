@@ -13,6 +13,7 @@ import megatron_hybrid as mh
 from megatron_hybrid import grouped_node, kernels, node
 from megatron_hybrid.groups import Groups
 from megatron_hybrid.permutation import RowMap, RowOrder
+from megatron_hybrid.plan import PlanError
 
 pytest.importorskip("triton", reason="the map of blocks is in its module")
 from group_kernels import as_on_hopper  # noqa: E402
@@ -374,8 +375,8 @@ def test_tokens_that_were_quantized_before(most, device, stand_in):
     """As they come from other ranks: their columns derive from rows."""
     where, sizes = (None, torch.tensor(SPLITS[0])) if most is None else mapped(most, device)
     T = int(sizes.sum())
-    groups = Groups(sizes if device == "cuda" else sizes.tolist(), EXPERTS, T, torch.device(device))
     x, dy = data(TOKENS if where else T, device, T)
+    groups = Groups(sizes if device == "cuda" else sizes.tolist(), EXPERTS, T, x.device)
     found = []
     for m in pair("derived", device):
         held = m.plans()[0].quantizers["input"].quantize(x, columnwise=False).requires_grad_()
@@ -388,6 +389,20 @@ def test_tokens_that_were_quantized_before(most, device, stand_in):
             stand_in.seen.clear()
     for a, b in zip(*found, strict=True):
         assert a.any() and torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
+
+
+def test_parts_of_payloads_that_begin_anywhere_are_python_s(device):
+    """Its products read them by other kernels where those of CUDA cannot."""
+    x, dy = data(73, device)
+    found = []
+    for m in pair("derived", device):
+        held = m.plans()[0].quantizers["input"].quantize(x, columnwise=False)[1:].requires_grad_()
+        assert held.rowwise.scale.data_ptr() % 16
+        y = m(held, SPLITS[0])
+        assert not is_by_node(y)
+        y.backward(dy[1:])
+        found.append([y.detach(), held.grad, m.weight.grad])
+    assert all(map(torch.equal, *found)) and all(t.any() for t in found[0])
 
 
 # ---- autograd
@@ -471,15 +486,16 @@ def test_calls_that_are_python_s(device):
     assert not is_by_node(m(held, SPLITS[0]))
 
 
-def test_a_backward_without_memory(device):
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+def test_a_backward_without_memory_is_refused_by_name(device):
+    """Kernels of all groups are no operators, and an address of nothing ends the process."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-    m, (x, dy) = grouped("fp8_block", device), data(72, device)
-    y = m(x.requires_grad_(), SPLITS[0])
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        with contextlib.suppress(Exception):  # as Python's: kernels of all groups are no operators
-            (dx,) = torch.autograd.grad(y, x, mode.from_tensor(dy))
-            assert type(dx) is FakeTensor
+    for m in pair("fp8_block", device):
+        x, dy = data(72, device)
+        y = m(x.requires_grad_(), SPLITS[0])
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+            with pytest.raises(PlanError, match="experts.fc1.*FP8 GEMMs of all groups are no operators"):
+                torch.autograd.grad(y, x, mode.from_tensor(dy))
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
