@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-TRACKER = "latest_checkpointed_iteration.txt"
+TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"  # what it says of weights without a training state
 COMMON = "common_state/shard_0_1"
 RECORD = "hq_recipe_record"
 
@@ -95,9 +95,9 @@ def _iteration_folder(path: Path) -> Path:
     tracker = path / TRACKER
     if tracker.is_file():
         word = tracker.read_text(errors="replace").strip()
-        if word != "release" and not (word.isdecimal() and word.isascii()):
-            raise CheckpointError(f"{tracker}: an iteration or `release` is expected, found {word[:20]!r}")
-        path = path / ("release" if word == "release" else f"iter_{int(word):07d}")
+        if word != RELEASE and not (word.isdecimal() and word.isascii()):
+            raise CheckpointError(f"{tracker}: an iteration or `{RELEASE}` is expected, found {word[:20]!r}")
+        path = path / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint in {path}: no such folder")
     if not (path / ".metadata").is_file():

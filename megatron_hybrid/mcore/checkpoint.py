@@ -15,7 +15,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint_file import RECORD
+from ..checkpoint_file import RECORD, RELEASE, TRACKER
 from ..recipe import QUANTIZED, Recipe
 from ..recipe_grammar import CHOICES
 from .errors import UserError
@@ -58,6 +58,7 @@ def check_resume(args, recipe: Recipe, config, *, switch: bool = False) -> list[
 
     if not checkpoint_exists(args.load):
         return nothing_to_load(args)
+    check_tracker(args)
     saved = _saved_args(args)
     check_sizes(args, saved)
     check_schedule(args, saved)
@@ -99,6 +100,24 @@ def nothing_to_load(args) -> list[str]:
     unfinished = sorted(p.name for p in path.glob("iter_*")) if path.is_dir() else []
     why = f" that was finished, only {', '.join(unfinished)}" if unfinished else ""
     return [f"note: no checkpoint in {path}{why}: the run begins anew (--exit-on-missing-checkpoint: it ends instead)"]
+
+
+def check_tracker(args) -> None:
+    """Refuse a tracker that names no iteration, for which Megatron ends the run as if it were complete, or one that is not
+    there."""
+    tracker = Path(args.load) / TRACKER
+    word = tracker.read_text(errors="replace").strip()
+    if word != RELEASE and not (word.isascii() and word.isdecimal()):
+        raise UserError(f"{tracker}: an iteration or `{RELEASE}` is expected, found {word[:_SHORT]!r}")
+    named = f"iter_{args.ckpt_step or int(word):07d}" if args.ckpt_step or word != RELEASE else RELEASE
+    folder = Path(args.load) / named
+    kind = folder / "metadata.json"
+    if kind.is_file() and "torch_dist" in kind.read_text(errors="replace") and not (folder / ".metadata").is_file():
+        raise UserError(f"the checkpoint in {args.load} cannot be read: {named} lacks its .metadata, as a copy that stopped does")
+    if not folder.is_dir():
+        there = sorted(path.name for path in Path(args.load).glob("iter_*")) or ["none"]
+        by = f"--ckpt-step {args.ckpt_step}" if args.ckpt_step else TRACKER
+        raise UserError(f"--load {args.load}: no {named} in it, which {by} names; there: {', '.join(there)}")
 
 
 @dataclass(frozen=True)
@@ -231,7 +250,11 @@ def _saved(args) -> tuple:
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         # it lists every argument that it takes over, and torch says that it reads alone
         warnings.simplefilter("ignore", UserWarning)
-        loaded = load_args_from_checkpoint(copy.deepcopy(args))
+        try:
+            loaded = load_args_from_checkpoint(copy.deepcopy(args))
+        except Exception as error:  # whatever Megatron, torch or a damaged pickle raises
+            said = f"{type(error).__name__}: {error}"
+            raise UserError(f"the checkpoint in {args.load} cannot be read: {' '.join(said.split())}") from error
     return (loaded[0].iteration or 0, loaded[1]) if isinstance(loaded, tuple) else (0, None)
 
 

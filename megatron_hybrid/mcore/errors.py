@@ -59,8 +59,8 @@ def _words(error: Exception) -> str:
 def _user_errors() -> tuple[type, ...]:
     """Our classes that mean a user's mistake; those whose module nobody has imported cannot have been raised."""
     classes = {
-        "..recipe_source": "RecipeError", "..plan": "PlanError", "..patches.framework": "PatchError",
-        "..patches.save_errors": "CannotSave",
+        "..recipe_source": "RecipeError", "..plan": "PlanError", "..model_shape": "ShapeError",
+        "..patches.framework": "PatchError", "..patches.save_errors": "CannotSave",
     }  # fmt: skip
     modules = {name: sys.modules.get(importlib.util.resolve_name(name, __package__)) for name in classes}
     return UserError, *(getattr(module, classes[name]) for name, module in modules.items() if module)

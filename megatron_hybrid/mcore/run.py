@@ -24,6 +24,7 @@ _NAMED = 3  # modules named in a message
 
 def before_validation(args) -> Recipe:
     """Our checks that must come before Megatron's, whose answer would be an assertion's traceback."""
+    validation.check_counts(args)
     validation.check_flags(args)
     validation.check_ranks(args)
     recipe = load_recipe(args.hq_recipe)

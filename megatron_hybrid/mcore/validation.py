@@ -29,6 +29,26 @@ _PRECISION_FLAGS = {
 }
 
 
+# attributes in Megatron's arguments that count something, and mean nothing below 1
+_COUNTS = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "seq_length",
+    "vocab_size", "micro_batch_size", "global_batch_size", "train_iters", "train_samples", "moe_router_topk",
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+)  # fmt: skip
+_NOT_NEGATIVE = ("hq_profile_step", "hq_offload_layers")
+
+
+def check_counts(args) -> None:
+    """Refuse numbers that Megatron or we would divide by, or make nothing of."""
+    for names, least in ((_COUNTS, 1), (_NOT_NEGATIVE, 0)):
+        for name in names:
+            if (value := getattr(args, name)) is not None and value < least:
+                raise UserError(f"--{name.replace('_', '-')} {value}: at least {least} is expected")
+    if args.num_experts and args.moe_router_topk > args.num_experts:
+        raise UserError(f"--moe-router-topk {args.moe_router_topk} of --num-experts {args.num_experts}: there are not as many")
+
+
 def check_flags(args) -> None:
     """Refuse flags that contradict each other, naming both."""
     for attribute, flag in _PRECISION_FLAGS.items():

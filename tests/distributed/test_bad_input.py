@@ -94,6 +94,21 @@ TABLE = {
         ["--hq-offload-layers", "1", "--recompute-granularity", "selective"],
         ["--hq-offload-layers 1 beside --recompute-granularity selective"],
     ),
+    **{
+        flag: ([f"--{flag}", "0", *more], [f"--{flag} 0: at least 1 is expected"])
+        for flag, more in {
+            "num-layers": [], "num-attention-heads": [], "seq-length": [], "train-iters": [], "vocab-size": [],
+            "tensor-model-parallel-size": [], "pipeline-model-parallel-size": [], "context-parallel-size": [],
+            "expert-model-parallel-size": ["--num-experts", "4"],
+        }.items()
+    },  # fmt: skip
+    "profile_before_the_start": (["--hq-profile-step", "-3"], ["--hq-profile-step -3: at least 0 is expected"]),
+    "offload_negative": (["--hq-offload-layers", "-1"], ["--hq-offload-layers -1: at least 0 is expected"]),
+    "more_experts_than_there_are": (
+        ["--num-experts", "4", "--moe-router-topk", "9"], ["--moe-router-topk 9 of --num-experts 4: there are not as many"],
+    ),
+    "tracker_of_nothing": (["--load", "{folder}/tracker"], ["latest_checkpointed_iteration.txt: an iteration or", "'abc'"]),
+    "damaged_checkpoint": (["--load", "{folder}/damaged"], ["in", "damaged cannot be read: TypeError: Checkpointing"]),
     "fp16_precision_aware": (
         ["--fp16", "--use-precision-aware-optimizer", "--optimizer-cpu-offload"],
         ["--use-precision-aware-optimizer beside --fp16 and --clip-grad 1: Megatron clips no gradients in FP16"],
@@ -142,6 +157,11 @@ def runs(tmp_path_factory):
     (folder / "empty.bin").write_bytes(b"\0\0")
     whole = folder / "truncated.bin"
     whole.write_bytes(whole.read_bytes()[:-100])
+    for name, word in {"tracker": "abc", "damaged": "5"}.items():
+        (folder / name / "iter_0000005").mkdir(parents=True)
+        (folder / name / "latest_checkpointed_iteration.txt").write_text(word)
+    for file, text in {"metadata.json": "{}", ".metadata": ""}.items():
+        (folder / "damaged" / "iter_0000005" / file).write_text(text)
     return run_cases([case(name, flags) for name, (flags, _) in TABLE.items()], folder)
 
 

@@ -5,7 +5,14 @@ from types import SimpleNamespace
 import pytest
 
 import megatron_hybrid as mh
-from megatron_hybrid.mcore.checkpoint import check_masters, check_schedule, check_sizes, nothing_to_load, record
+from megatron_hybrid.mcore.checkpoint import (
+    check_masters,
+    check_schedule,
+    check_sizes,
+    check_tracker,
+    nothing_to_load,
+    record,
+)
 from megatron_hybrid.mcore.errors import UserError
 from megatron_hybrid.recipe_callable import CallableRecipe
 
@@ -176,6 +183,42 @@ def test_of_layers_that_are_counted_otherwise_only_the_kind_of_weights_is_compar
     check_weights(lives, some, hybrid_layer_pattern="*-*-")
     with pytest.raises(UserError, match="state of `weights: quantized`, this run has `weights: high_precision`"):
         check_weights(lives, mh.Recipe.load("mxfp8"), hybrid_layer_pattern="*-*-")
+
+
+class TestTracker:
+    def check(self, path, word, step=None):
+        (path / "latest_checkpointed_iteration.txt").write_bytes(word)
+        check_tracker(SimpleNamespace(load=str(path), ckpt_step=step))
+
+    def test_what_it_names_is_there(self, tmp_path):
+        for folder in ("iter_0000005", "iter_0000012", "release"):
+            (tmp_path / folder).mkdir()
+        for word, step in ((b"5", None), (b"12\n", None), (b"release", None), (b"release", 5), (b"99", 12)):
+            self.check(tmp_path, word, step)
+
+    @pytest.mark.parametrize("word", [b"", b"abc", b"-5", b"1.5", b"\xff\xfe"])
+    def test_no_iteration_is_refused(self, tmp_path, word):
+        """Megatron ends such a run with exit status 0."""
+        with pytest.raises(UserError, match="latest_checkpointed_iteration.txt: an iteration or `release` is expected"):
+            self.check(tmp_path, word)
+
+    def test_one_that_is_not_there_is_refused_with_those_that_are(self, tmp_path):
+        with pytest.raises(UserError, match="no iter_0000007 in it, which latest_checkpointed.* names; there: none"):
+            self.check(tmp_path, b"7")
+        (tmp_path / "iter_0000005").mkdir()
+        with pytest.raises(UserError, match="no iter_0000009 in it, which --ckpt-step 9 names; there: iter_0000005"):
+            self.check(tmp_path, b"5", 9)
+        with pytest.raises(UserError, match="no release in it"):
+            self.check(tmp_path, b"release")
+
+    def test_a_copy_that_stopped_is_refused(self, tmp_path):
+        folder = tmp_path / "iter_0000005"
+        folder.mkdir()
+        (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+        with pytest.raises(UserError, match="cannot be read: iter_0000005 lacks its .metadata"):
+            self.check(tmp_path, b"5")
+        (folder / ".metadata").touch()
+        self.check(tmp_path, b"5")
 
 
 class TestNothingToLoad:
