@@ -28,7 +28,6 @@ _PRECISION_FLAGS = {
     "tp_comm_overlap": "--tp-comm-overlap",
 }
 
-
 # attributes in Megatron's arguments that count something, and mean nothing below 1
 _COUNTS = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels", "seq_length",
@@ -67,31 +66,9 @@ def check_flags(args) -> None:
             f"--hybrid-layer-pattern beside --hq-recipe {args.hq_recipe}: a script's hybrid model cannot be reached; "
             "train it with scripts/pretrain_gpt.py"
         )
-    if args.hq_stats_interval < 0:
-        raise UserError(f"--hq-stats-interval {args.hq_stats_interval}: a number of iterations, or 0 for never")
-    wanted = {"--hq-stats-interval": args.hq_stats_interval, "--hq-profile-step": args.hq_profile_step}
-    for flag, asked in wanted.items():
-        if asked and statistics_path(args) is None:
-            raise UserError(
-                f"{flag} has no place to write to; give --hq-stats-file, --hq-metrics-file, --tensorboard-dir or --save"
-            )
-    if args.hq_stats_file and not any(wanted.values()):
-        raise UserError(
-            f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written"
-        )
+    _check_statistics(args)
     _check_megatron_fsdp(args)
-    plain = args.ckpt_format == "torch" and args.use_distributed_optimizer
-    if plain and args.ckpt_step and loads_optimizer(args):
-        raise UserError(
-            f"--ckpt-step {args.ckpt_step} beside --ckpt-format torch and --use-distributed-optimizer: Megatron takes "
-            "the weights of that step and the optimizer of the latest one; write the step into "
-            "latest_checkpointed_iteration.txt instead"
-        )
-    if args.ckpt_format == "torch_dcp" and (args.save or args.load):
-        raise UserError(
-            "--ckpt-format torch_dcp beside --save or --load: Megatron writes such checkpoints and fails to load them; "
-            "use --ckpt-format torch_dist"
-        )
+    _check_checkpoint_format(args)
     if args.use_torch_fsdp2 and args.calculate_per_token_loss:
         raise UserError(
             "--use-torch-fsdp2 beside --calculate-per-token-loss: Megatron does not divide FSDP2's gradients by the number of "
@@ -114,6 +91,36 @@ def check_flags(args) -> None:
         )
     if args.hq_check_nan and not args.check_for_nan_in_loss_and_grad:
         raise UserError("--hq-check-nan beside --no-check-for-nan-in-loss-and-grad: they contradict each other")
+
+
+def _check_statistics(args) -> None:
+    if args.hq_stats_interval < 0:
+        raise UserError(f"--hq-stats-interval {args.hq_stats_interval}: a number of iterations, or 0 for never")
+    wanted = {"--hq-stats-interval": args.hq_stats_interval, "--hq-profile-step": args.hq_profile_step}
+    for flag, asked in wanted.items():
+        if asked and statistics_path(args) is None:
+            raise UserError(
+                f"{flag} has no place to write to; give --hq-stats-file, --hq-metrics-file, --tensorboard-dir or --save"
+            )
+    if args.hq_stats_file and not any(wanted.values()):
+        raise UserError(
+            f"--hq-stats-file {args.hq_stats_file} without {' or '.join(wanted)} N: nothing would be written"
+        )
+
+
+def _check_checkpoint_format(args) -> None:
+    plain = args.ckpt_format == "torch" and args.use_distributed_optimizer
+    if plain and args.ckpt_step and loads_optimizer(args):
+        raise UserError(
+            f"--ckpt-step {args.ckpt_step} beside --ckpt-format torch and --use-distributed-optimizer: Megatron takes "
+            "the weights of that step and the optimizer of the latest one; write the step into "
+            "latest_checkpointed_iteration.txt instead"
+        )
+    if args.ckpt_format == "torch_dcp" and (args.save or args.load):
+        raise UserError(
+            "--ckpt-format torch_dcp beside --save or --load: Megatron writes such checkpoints and fails to load them; "
+            "use --ckpt-format torch_dist"
+        )
 
 
 def _check_megatron_fsdp(args) -> None:
