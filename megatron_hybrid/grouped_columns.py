@@ -31,8 +31,7 @@ def row_scaled_columns(x: torch.Tensor, fmt: Format, layout: Layout, copies: Row
     NaN and Inf leave their group's column with scale 1, as in a cast of the group alone. Rows after the last group
     get codes that nothing reads.
     """
-    by_group = goes_by_group(fmt, x.dtype, layout.align, x.device, transposed=True)
-    return (with_kernels if by_group else with_torch)(x, fmt, layout, copies)
+    return (with_kernels if _by_kernels(x, fmt, layout, transposed=True) else with_torch)(x, fmt, layout, copies)
 
 
 def block_columns(
@@ -42,7 +41,7 @@ def block_columns(
 
     copies: as `row_scaled_columns`'s. Rows after the last group get codes that nothing reads.
     """
-    if goes_by_group(fmt, x.dtype, layout.align, x.device, transposed=transposed):
+    if _by_kernels(x, fmt, layout, transposed=transposed):
         return with_kernels(x, fmt, layout, copies)
     return cast(layout.spread(x, copies), fmt, COLUMNWISE, transposed=transposed)
 
@@ -71,6 +70,11 @@ def goes_by_group(fmt: Format, dtype: torch.dtype, align: int, device, *, transp
     """Whether columns in this format are made by `with_kernels`. device: a torch device, or its kind."""
     has = dtype in kernels.SOURCE_CODES and align == BLOCK_ROWS and ops_triton.reason(device) is None
     return has and (scale_kind(fmt) == ROW or (scale_kind(fmt) == BLOCK and transposed))
+
+
+def _by_kernels(x: torch.Tensor, fmt: Format, layout: Layout, *, transposed: bool) -> bool:
+    """The same of a tensor, which must have memory: kernels of all groups are no operators."""
+    return goes_by_group(fmt, x.dtype, layout.align, x.device, transposed=transposed) and not kernels.traced(x)
 
 
 class GroupCast:
