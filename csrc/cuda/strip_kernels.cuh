@@ -35,6 +35,10 @@ __device__ __forceinline__ Tile beside(Tile t, const CastArgs& a, int s) {
 template <class T, class Source, bool kBoth>
 constexpr int kStripBlocks = Source::kStrips > 1 ? 2 : (kBoth && !std::is_same_v<T, BFloat16> ? 3 : 4);
 
+// Whether rows are also written before the barrier that columns' amaxes need: measured, a whole tensor's gradient gains.
+template <class Source, bool kGrouped>
+constexpr bool kRowsFirst = !kGrouped && Source::kStrips > 1;
+
 template <class T, class Source, bool kGrouped, bool kRows, bool kCols>
 __global__ void __launch_bounds__(kThreads, (kStripBlocks<T, Source, kRows && kCols>))
     cast_strips(const __grid_constant__ StripArgs args) {
@@ -62,8 +66,9 @@ __global__ void __launch_bounds__(kThreads, (kStripBlocks<T, Source, kRows && kC
     // rows need no other warp: they find their scales while these come to the barrier that columns need
     if (kCols && has_line_blocks(a.col.spec)) share_amaxes<T>(v[s], sh);
     if constexpr (kRows) block_rows<T>(a.row, rows, of_tile, reinterpret_cast<const Strip<T>(&)[1]>(v[s]), sh);
+    if constexpr (kRows && kRowsFirst<Source, kGrouped>) cast_strip_rows<T>(a.row, rows, v[s], sh);
     if constexpr (kCols) block_columns<T>(a.col, here, of_tile, sh);
-    if constexpr (kRows) cast_strip_rows<T>(a.row, rows, v[s], sh);
+    if constexpr (kRows && !kRowsFirst<Source, kGrouped>) cast_strip_rows<T>(a.row, rows, v[s], sh);
     if constexpr (kCols) {
       cast_strip_columns<T>(a.col, v[s], sh);
       put_columns(a.col, here, sh.codes, kGrouped ? kWarps : t.rows / kWarpRows);  // zeros where a group has no rows
