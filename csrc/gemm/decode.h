@@ -8,6 +8,8 @@
 
 namespace mh::gemm {
 
+constexpr int kMostGroups = 448;
+
 // Rows of codes, packed, FP4 two a byte; scales (rows / block_rows, k / 32 or 16), packed.
 struct CodedRows {
   const void* codes;
@@ -20,7 +22,7 @@ struct CodedRows {
 struct SlotsArgs {
   CodedRows in;
   void* out;
-  int64_t rows, k;  // k: a multiple of 64, of 128 where FP8
+  int64_t rows, k;  // k: a multiple of 128
 };
 
 void decode_slots(const SlotsArgs& args, const Where& where);
@@ -34,7 +36,7 @@ struct DecodingArgs {
   CodedRows b;
   void* out;
   const int32_t *ends, *blocks;
-  int64_t groups, count, rows_a, n, k;  // n: a multiple of 8
+  int64_t groups, count, rows_a, n, k;  // groups: at most kMostGroups; n: a multiple of 8, k of 128
 };
 
 void decoding_rows(const DecodingArgs& args, const Where& where);

@@ -42,6 +42,7 @@ void decoding_rows(uintptr_t a, const CodedRows& b, uintptr_t out, uintptr_t a_f
 }  // namespace
 
 void define_decoding(py::module_& m) {
+  m.attr("MOST_GROUPS") = mh::gemm::kMostGroups;
   py::class_<CodedRows>(m, "CodedRows", py::module_local())
       .def(py::init(&coded), py::arg("codes"), py::arg("scale"), py::arg("element"), py::arg("block_rows"));
   m.def("decode_slots", &decode_slots, py::arg("in"), py::arg("out"), py::arg("rows"), py::arg("k"), py::arg("stream"),

@@ -16,8 +16,8 @@
 namespace mh::gemm {
 namespace {
 
-constexpr int kDeep = 128;        // codes of the contraction at a time
-constexpr int kGroupRows = 64;    // a warpgroup's
+constexpr int kRows = 128, kCols = 256, kDeep = 128;  // a tile, and codes of the contraction at a time
+constexpr int kGroupRows = 64;                        // a warpgroup's
 constexpr int kPart = 64, kParts = kCols / kPart;     // columns that are multiplied at a time
 constexpr int kWarps = 8;                             // that multiply
 constexpr int kGroupThreads = 128, kThreads = 3 * kGroupThreads;
@@ -26,6 +26,8 @@ constexpr int kScaleThreads = 64;  // of the fetching warpgroup, its last two wa
 constexpr int kStages = 3;
 constexpr int kABytes = kRows * kDeep, kBBytes = kCols * kDeep, kBoxBytes = kABytes + kBBytes;
 constexpr int kScales = kRows + kCols;         // floats a stage, or a tile where they are of whole rows
+constexpr int kBoxes = 4;                      // of a warp's results
+constexpr int kStaging = kWarps * kBoxes * kOutBytes;
 constexpr int kTold = 2;  // tiles ahead
 constexpr int kTileBytes = 32;
 constexpr int kBarriers = (2 * (kStages + kTold) + 2) * 8;
@@ -503,7 +505,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     give_up_registers<kFetchRegisters>();
     if (thread == 0) fetch_codes(tiles, at, &a, &b);
     else if (thread >= 64) tell_tiles<kKind>(tiles, at, thread - 64);
-    else if (thread >= 32) store_results(tiles, at, &out, thread - 32);
+    else if (thread >= 32) store_results<kCols, kBoxes>(tiles, at, &out, thread - 32);
   } else {
     take_registers<kProductRegisters>();
     multiply<kKind, kA5, kB5>(tiles, at, Place(group - 1, thread));

@@ -140,11 +140,12 @@ __device__ inline void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group
 #define MH_SUMS_64 MH_SUMS_32 ", " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
   "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define MH_SUMS_128 MH_SUMS_64 ", " \
-  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
-  "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101, %102, %103, %104, " \
-  "%105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, " \
-  "%123, %124, %125, %126, %127"
+#define MH_SUMS_96 MH_SUMS_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, " \
+  "%84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define MH_SUMS_128 MH_SUMS_96 ", " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
+  "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // The instruction for each pair of types; `operands` and `add_at` say where A, B and `add` are, `turns` whether an operand
 // in shared memory is turned over, which only types of 16 bits can be.
@@ -183,24 +184,33 @@ struct Product<true, true> {
   MH_PRODUCTS("e5m2.e5m2")
 };
 
-// d (64, n) [+]= A (64, 16) . B (n, 16)^T in bf16, A from registers: of its 8 rows and 8 columns from the first, a[0]; of the 8
+// d (64, n) += A (64, 16) . B (n, 16)^T in bf16, A from registers: of its 8 rows and 8 columns from the first, a[0]; of the 8
 // rows below, a[1]; of the next 8 columns, a[2] and a[3].
 struct WideProduct {
-  __device__ static inline void run(float (&d)[64], const uint32_t (&a)[4], uint64_t b, bool add) {
-    asm volatile(MH_PRODUCT("m64n128k16", "bf16.bf16", MH_SUMS_64, "%69", "{%64, %65, %66, %67}, %68", ", 0")
-                 : MH_32(d, 0), MH_32(d, 32)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
-  }
-  __device__ static inline void run(float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool add) {
-    asm volatile(MH_PRODUCT("m64n64k16", "bf16.bf16", MH_SUMS_32, "%37", "{%32, %33, %34, %35}, %36", ", 0")
+  __device__ static inline void run(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(MH_PRODUCT("m64n64k16", "bf16.bf16", MH_SUMS_32, "%37",
+                            "{%32, %33, %34, %35}, %36", ", 0")
                  : MH_32(d, 0)
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)));
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+  }
+  __device__ static inline void run(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(MH_PRODUCT("m64n128k16", "bf16.bf16", MH_SUMS_64, "%69",
+                            "{%64, %65, %66, %67}, %68", ", 0")
+                 : MH_32(d, 0), MH_32(d, 32)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
+  }
+  __device__ static inline void run(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
+    asm volatile(MH_PRODUCT("m64n256k16", "bf16.bf16", MH_SUMS_128, "%133",
+                            "{%128, %129, %130, %131}, %132", ", 0")
+                 : MH_32(d, 0), MH_32(d, 32), MH_32(d, 64), MH_32(d, 96)
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(1));
   }
 };
 
 #undef MH_PRODUCTS
 #undef MH_PRODUCT
 #undef MH_SUMS_128
+#undef MH_SUMS_96
 #undef MH_SUMS_64
 #undef MH_SUMS_32
 #undef MH_32

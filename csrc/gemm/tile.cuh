@@ -1,5 +1,5 @@
-// What kernels of this folder share: tiles of 128 rows and 256 columns of the result in turn, rings of buffers, and
-// results on their way through shared memory.
+// What kernels of this folder share: tiles of the result in turn, rings of buffers, and results on their way through
+// shared memory.
 #pragma once
 
 #include "grouped.h"
@@ -7,10 +7,8 @@
 
 namespace mh::gemm {
 
-constexpr int kRows = 128, kCols = 256;  // a tile of the result
-constexpr int kBoxes = 4, kBoxRows = 16, kBoxLine = 128;  // results of 16 rows: boxes of 128 bytes a row
+constexpr int kBoxRows = 16, kBoxLine = 128;  // of results: boxes of 16 rows of 128 bytes
 constexpr int kOutBytes = kBoxRows * kBoxLine;
-constexpr int kStaging = kRows / kBoxRows * kBoxes * kOutBytes;
 
 // This program's tiles in turn; the next one's place is looked up while this one is worked on.
 template <class Tiles, class F>
@@ -85,8 +83,8 @@ __device__ inline void store_few(char* out, int64_t line, int rows, int bytes, u
     *reinterpret_cast<uint4*>(out + row * line + lane * 16) = shared_run(staged_run(staging, row, lane * 16));
 }
 
-// Results that have been staged, by one warp while the next tile is multiplied.
-template <class Tiles, class Shared>
+// Results that have been staged, by one warp while the next tile is multiplied. kBoxes: of 16 rows, side by side, at a time.
+template <int kCols, int kBoxes, class Tiles, class Shared>
 __device__ void store_results(const Tiles& tiles, Shared at, const CUtensorMap* map, int lane) {
   const auto& p = tiles.p;
   if (p.add) return;

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from .. import kernels
-from ..formats import COLUMNWISE, ROWWISE, Format
+from ..formats import COLUMNWISE, ROWWISE
 from ..storage import QuantizedStorage
 from . import grouped_cuda
 from .backend import GemmPair
@@ -20,7 +20,8 @@ NAME = "decoding"
 _HOPPER = (9, 0)
 _BLOCK = 128  # rows of a block of A
 _ROWS = 8  # B's are a multiple of this: rows of the result begin at multiples of 16 bytes
-_DEEP = {"e8m0": 128, "e4m3_amax": 64}  # by scale rule: the contraction is a multiple, so that 4 scales are
+_DEEP = 128  # the contraction is a multiple
+_SCALES = ("e8m0", "e4m3_amax")
 
 
 def pair_reason(pair: GemmPair) -> str | None:
@@ -29,29 +30,28 @@ def pair_reason(pair: GemmPair) -> str | None:
         return f"needs sm_90, found {pair.device}"
     if grouped_cuda.library() is None:
         return "this build has no _C_gemm"
-    if pair.a.scale not in _DEEP or pair.a.scale != pair.b.scale:
+    if pair.a.scale not in _SCALES or pair.a.scale != pair.b.scale:
         return f"takes MXFP8 x MXFP8 and NVFP4 x NVFP4, found {pair.a} x {pair.b}"
     return None
 
 
-def shape_reason(fmt: Format, rows_b: int, contraction: int) -> str | None:
+def shape_reason(rows_b: int, contraction: int) -> str | None:
     """Why a product with (rows_b, contraction) codes of B does not run here."""
-    deep = _DEEP[fmt.scale]
-    if rows_b % _ROWS or contraction % deep:
-        return f"needs rows of B in {_ROWS}s and a contraction in {deep}s, found {rows_b} and {contraction}"
+    if rows_b % _ROWS or contraction % _DEEP:
+        return f"needs rows of B in {_ROWS}s and a contraction in {_DEEP}s, found {rows_b} and {contraction}"
     return None
 
 
 def multiply(a: QuantizedStorage, b: QuantizedStorage, groups: int = 1, where=None) -> torch.Tensor | None:
     """Every row of A with its group's rows of B, (T, n) in bf16; None, and nothing done, where one of them lies in memory
-    in another way: codes not by contraction, odd addresses, no memory at all.
+    in another way (codes not by contraction, odd addresses, no memory at all) or there are too many groups.
 
     groups: B's are (groups * n, contraction). where: the `BlockMap` of A's rows, None: they are of one group.
     """
     if kernels.traced(a.qdata):  # this is no operator
         return None
-    operands = [_Rows.of(s) for s in (a, b)]
-    if None in operands:
+    module, operands = grouped_cuda.library(), [_Rows.of(s) for s in (a, b)]
+    if None in operands or groups > module.MOST_GROUPS:
         return None
     rows, weight = operands
     T, n, K = rows.codes.shape[0], weight.codes.shape[0] // groups, a.operand_shape[1]
@@ -60,7 +60,7 @@ def multiply(a: QuantizedStorage, b: QuantizedStorage, groups: int = 1, where=No
     slots = torch.empty((T, K), dtype=torch.bfloat16, device=device)
     if not grouped_cuda.takes(rows.codes, weight.codes, rows.scale, weight.scale, out, slots):
         return None
-    module, stream = grouped_cuda.library(), torch._C._cuda_getCurrentRawStream(device.index)
+    stream = torch._C._cuda_getCurrentRawStream(device.index)
     module.decode_slots(rows.coded(module), slots.data_ptr(), T, K, stream, device.index)
     ends, blocks, count = (0, 0, -(-T // _BLOCK)) if where is None else (
         where.ends.data_ptr(), where.blocks.data_ptr(), where.count
@@ -109,7 +109,7 @@ class DecodingBackend(EmulatedBackend):
         (rows_a, contraction), rows_b = a.operand_shape, b.operand_shape[0]
         exact = self._in_bf16(a) and self._in_bf16(b)
         wanted = exact and out_dtype == torch.bfloat16 and accumulate_into is None and rows_a * rows_b * contraction > 0
-        if wanted and shape_reason(pair.b, rows_b, contraction) is None:
+        if wanted and shape_reason(rows_b, contraction) is None:
             if (found := multiply(a, b)) is not None:
                 return found
         return super().run(a, b, pair, out_dtype, accumulate_into)

@@ -173,7 +173,7 @@ class GroupedDecoding(GroupedMm):
         if (why := decoding.pair_reason(pair) or ops_triton.reason(pair.device)) is not None:
             return why
         rows_b, contraction = shape if pair.gemm == "fprop" else shape[::-1]
-        return decoding.shape_reason(pair.b, rows_b, contraction) or super().reason(pair, shape, dtype)
+        return decoding.shape_reason(rows_b, contraction) or super().reason(pair, shape, dtype)
 
     def rows(self, gemm, plans, a, w, groups, dtype):
         few = self.most is None or groups.rows <= self.most * w.num
