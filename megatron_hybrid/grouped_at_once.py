@@ -110,7 +110,10 @@ class GroupedCall:
     def computed(self, operand: str, x: torch.Tensor, **computed) -> GroupedPayloads:
         """What is computed from rows like x (`kernels.cast_groups`), as what this operand is cast to."""
         layout = self.groups.layout(self.how.alignment)
-        row, col = self.how.casts[operand].computed(x, layout, **computed)
+        if self.how.node is not None:
+            row, col = self.how.node.computed(operand, x, layout, **computed)
+        else:
+            row, col = self.how.casts[operand].computed(x, layout, **computed)
         return GroupedPayloads(row, GroupedColumns(col, layout))
 
     def rows(self, operand: str, x: torch.Tensor) -> QuantizedStorage:

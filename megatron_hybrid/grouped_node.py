@@ -12,7 +12,7 @@ import sys
 import torch
 
 from . import kernels, node
-from .formats import COLUMNWISE, DIRECTIONS
+from .formats import COLUMNWISE, DIRECTIONS, ROWWISE
 from .gemm import grouped_cuda
 from .gemm.grouped import PreparedFp8
 from .grouped_payloads import GroupedPayloads
@@ -83,6 +83,14 @@ class GroupedNodePlan:
         if call.call.plan is not self._plan or before or type(weights[0]) not in _WEIGHTS:
             return None
         return self.run(x, weights, groups.layout(_BLOCK).blocks, groups.copies, groups.sums, call)
+
+
+    def computed(self, operand: str, x: torch.Tensor, layout, gate=None, grad=None, weights=None) -> tuple:
+        """`GroupedCasts.computed`."""
+        codes, scale, turned, scales = self.run.computed(operand == GRAD_OUTPUT, x, layout.blocks, gate, grad, weights)
+        fmt, of, shape = self._plan.quantizers[operand], QuantizedStorage.of, tuple(codes.shape)
+        row = of(fmt.rowwise, ROWWISE, shape, x.dtype, False, codes, scale)
+        return row, of(fmt.columnwise, COLUMNWISE, (layout.rows, shape[1]), x.dtype, True, turned, scales)
 
 
 def _side(plan, operand: str, direction: str):

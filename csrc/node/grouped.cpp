@@ -198,6 +198,23 @@ variable_list GroupedNode::apply(variable_list&& grads) {
   return once(dy, [this](const Tensor& dy) { return backward(dy); });
 }
 
+py::tuple cast_as_computed(const GroupedPlan& plan, bool of_gradient, py::handle x_object, const py::tuple& where,
+                           py::handle gate, py::handle grad_object, const py::object& weights) {
+  const Tensor x = unwrap(x_object), of_gate = unwrap(gate), grad = unwrap(grad_object);
+  Computed computed{};
+  if (of_gate.defined()) computed.gate = of_gate.data_ptr();
+  if (grad.defined()) computed.grad = grad.data_ptr(), computed.grad_stride = grad.stride(0);
+  if (!weights.is_none()) {
+    const auto t = weights.cast<py::tuple>();
+    const auto at = [&](int i) { return reinterpret_cast<void*>(t[i].cast<uintptr_t>()); };
+    computed.weights = {at(0), static_cast<Dtype>(t[1].cast<int>()), static_cast<const int32_t*>(at(2)),
+                        static_cast<float*>(at(3))};
+  }
+  const RowGroups groups{unwrap(where[0]), unwrap(where[1]), x.size(0)};
+  const auto [row, column] = cast_computed(plan, of_gradient ? kGradOutput : kInput, x, groups, computed);
+  return py::make_tuple(wrap(row.codes), wrap(row.scale), wrap(column.codes), wrap(column.scale));
+}
+
 py::object grouped(const std::shared_ptr<GroupedPlan>& plan, py::handle x_object, const py::sequence& weight_objects,
                    const py::tuple& where, py::handle copies, py::handle sums, py::handle call) {
   const Tensor x = unwrap(x_object);

@@ -50,6 +50,10 @@ struct GroupedNode : torch::autograd::Node {
 py::object grouped(const std::shared_ptr<GroupedPlan>& plan, py::handle x, const py::sequence& weights,
                    const py::tuple& where, py::handle copies, py::handle sums, py::handle call);
 
+// (codes, scales) by rows, then by columns, of what is computed from x; see `kernels.cast_groups`. weights: as its, or None.
+py::tuple cast_as_computed(const GroupedPlan& plan, bool of_gradient, py::handle x, const py::tuple& where,
+                           py::handle gate, py::handle grad, const py::object& weights);
+
 // Adds the plan and the node's type to the module.
 void bind_grouped(py::module_& m);
 

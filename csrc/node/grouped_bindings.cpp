@@ -84,7 +84,9 @@ void bind_grouped(py::module_& m) {
       .def(py::init(&make_plan), py::kw_only(), py::arg("expert"), py::arg("products"), py::arg("gemms"),
            py::arg("experts"), py::arg("derives"))
       .def("__call__", &grouped, py::arg("x"), py::arg("weights"), py::arg("where"), py::arg("copies"), py::arg("sums"),
-           py::arg("call"));
+           py::arg("call"))
+      .def("computed", &cast_as_computed, py::arg("of_gradient"), py::arg("x"), py::arg("where"), py::arg("gate"),
+           py::arg("grad"), py::arg("weights"));
   m.attr("GroupedBackward") = node_type();
 }
 

@@ -25,8 +25,9 @@ QuantizeArgs direction(const Side& side, const Matrix& x, const Coded& out, cons
 }
 
 // `GroupCast`: columns, and rows beside them, in one read of x; in two where scales are of whole rows or columns.
+// computed: null, or what the rows are computed from; then payloads are apart.
 CodedPair cast_in_one_read(const GroupedPlan& plan, Operand operand, const Tensor& x, bool by_rows,
-                           const RowGroups& groups, const Copies* copies) {
+                           const RowGroups& groups, const Copies* copies, const Computed* computed = nullptr) {
   const Side &row = plan.side(operand, 0), &column = plan.side(operand, 1);
   const bool whole_rows = by_rows && row.spec.outer_rows, whole_columns = column.spec.outer_rows;
   const int64_t T = groups.rows, K = x.size(1), E = groups.ends.size(0);
@@ -34,6 +35,11 @@ CodedPair cast_in_one_read(const GroupedPlan& plan, Operand operand, const Tenso
   const Where at = where(x.device());
   PairArgs args{};
   args.row.x = args.col.x = matrix, args.groups = kernel_groups(groups, copies);
+  if (computed) {
+    args.gate = computed->gate, args.grad = computed->grad, args.grad_stride = computed->grad_stride;
+    args.weights = computed->weights;
+  }
+  const auto unwritten = computed ? &Coded::apart : &Coded::empty;
   Tensor amaxes;
   float *of_columns = nullptr, *of_rows = nullptr;
   if (whole_rows || whole_columns) {
@@ -44,10 +50,10 @@ CodedPair cast_in_one_read(const GroupedPlan& plan, Operand operand, const Tenso
   }
   CodedPair made;
   if (by_rows) {
-    made[0] = Coded::empty(x, T, K, T, whole_rows ? 1 : num_blocks(K, kPanelRows));
+    made[0] = unwritten(x, T, K, T, whole_rows ? 1 : num_blocks(K, kPanelRows));
     args.row = direction(row, matrix, made[0], of_rows, false), args.has_row = true;
   }
-  made[1] = Coded::empty(x, K, groups.count() * kPanelRows, whole_columns ? E : groups.count(), K);
+  made[1] = unwritten(x, K, groups.count() * kPanelRows, whole_columns ? E : groups.count(), K);
   args.col = direction(column, matrix, made[1], whole_columns ? of_columns : nullptr, true), args.has_col = true;
   plan.expert->casts->quantize(args, at);
   return made;
@@ -94,6 +100,13 @@ Coded Coded::empty(const Tensor& x, int64_t rows, int64_t columns, int64_t scale
   return {bytes_beside(x, bytes), {}, rows, columns, scale_rows, scale_columns, scale_at};
 }
 
+Coded Coded::apart(const Tensor& x, int64_t rows, int64_t columns, int64_t scale_rows, int64_t scale_columns) {
+  const auto options = x.options().requires_grad(false);
+  return {at::empty({rows, columns}, options.dtype(ScalarType::Byte)),
+          at::empty({scale_rows, scale_columns}, options.dtype(ScalarType::Float)),
+          rows, columns, scale_rows, scale_columns, 0};
+}
+
 std::array<Tensor, 2> Coded::tensors() const {
   if (scale.defined()) return {codes, scale};
   const Tensor scales = codes.narrow(0, scale_at, scale_rows * scale_columns * static_cast<int64_t>(sizeof(float)));
@@ -111,6 +124,11 @@ CodedPair cast_groups(const GroupedPlan& plan, Operand operand, const Tensor& x,
   if (by_rows) made[0] = cast_rows(plan, operand, x, copies);
   if (by_columns) made[1] = cast_in_one_read(plan, operand, as_rows(x), false, groups, copies)[1];
   return made;
+}
+
+CodedPair cast_computed(const GroupedPlan& plan, Operand operand, const Tensor& x, const RowGroups& groups,
+                        const Computed& computed) {
+  return cast_in_one_read(plan, operand, as_rows(x), true, groups, nullptr, &computed);
 }
 
 Tensor multiply_rows(const GroupedPlan& plan, Gemm gemm, const Coded& a, const Coded& b, const RowGroups& groups,

@@ -31,6 +31,8 @@ struct Coded {
   static Coded of(const Tensor& codes, const Tensor& scale);
   // Unwritten, beside x.
   static Coded empty(const Tensor& x, int64_t rows, int64_t columns, int64_t scale_rows, int64_t scale_columns);
+  // The same in two tensors.
+  static Coded apart(const Tensor& x, int64_t rows, int64_t columns, int64_t scale_rows, int64_t scale_columns);
 
   uint8_t* code_data() const { return static_cast<uint8_t*>(codes.data_ptr()); }
   float* scale_data() const { return static_cast<float*>(scale.defined() ? scale.data_ptr() : code_data() + scale_at); }
@@ -55,6 +57,17 @@ struct RowGroups {
 };
 
 using CodedPair = std::array<Coded, 2>;  // by direction
+
+// What a cast computes rows of x from on the way; as `PairArgs` has them.
+struct Computed {
+  const void *gate, *grad;
+  int64_t grad_stride;
+  RowWeights weights;
+};
+
+// What is computed from x by rows and by columns, each in two tensors.
+CodedPair cast_computed(const GroupedPlan& plan, Operand operand, const Tensor& x, const RowGroups& groups,
+                        const Computed& computed);
 
 // The rows of all groups by rows and by columns, as they are asked for. copies: null, or whose rows these are.
 CodedPair cast_groups(const GroupedPlan& plan, Operand operand, const Tensor& x, bool by_rows, bool by_columns,
