@@ -2,7 +2,8 @@
 this package was built with it.
 
 A `GroupedNodePlan` tells the node once what is known of a plan, `why_not` says of which plans; the functions below are
-what the node asks of Python. Calls that it does not take (`runs` in csrc/node/linear.cpp) are `GroupedAtOnceFunction`'s.
+what the node asks of Python. Calls that it does not take (`runs` in csrc/node/linear.cpp) are
+`GroupedAtOnceFunction`'s.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-// The grouped linear of megatron_hybrid/grouped_at_once.py in FP8 as a node of autograd's own, with no Python on the way
-// back.
+// The grouped linear of megatron_hybrid/grouped_at_once.py in FP8 as a node of autograd's own, with no Python on the
+// way back.
 //
 //   fprop   y[e]  = x[e]  @ w[e].T     dgrad   dx[e] = dy[e] @ w[e]     wgrad   dw[e] = dy[e].T @ x[e]
 //
 // x may be tokens whose copies the rows are, y sums of rows; x and dy may be payloads that another kernel made. Casts
-// and products of all groups are those of the other extensions (grouped_casts.h). Weights are cast by Python, which keeps
-// them.
+// and products of all groups are those of the other extensions (grouped_casts.h). Weights are cast by Python, which
+// keeps them.
 #pragma once
 
 #include <optional>
@@ -50,7 +50,8 @@ struct GroupedNode : torch::autograd::Node {
 py::object grouped(const std::shared_ptr<GroupedPlan>& plan, py::handle x, const py::sequence& weights,
                    const py::tuple& where, py::handle copies, py::handle sums, py::handle call);
 
-// (codes, scales) by rows, then by columns, of what is computed from x; see `kernels.cast_groups`. weights: as its, or None.
+// (codes, scales) by rows, then by columns, of what is computed from x; see `kernels.cast_groups`. weights: as its, or
+// None.
 py::tuple cast_as_computed(const GroupedPlan& plan, bool of_gradient, py::handle x, const py::tuple& where,
                            py::handle gate, py::handle grad, const py::object& weights);
 
