@@ -1,5 +1,5 @@
-// The kernels that hold strips (strip.cuh): a cast, and amaxes of columns and rows, of whole tensors (`kGrouped` false) and
-// of groups of rows. Only codes of columns go through shared memory, to leave in whole rows of the stored matrix.
+// The kernels that hold strips (strip.cuh): a cast, and amaxes of columns and rows, of whole tensors (`kGrouped` false)
+// and of groups of rows. Only codes of columns go through shared memory, to leave in whole rows of the stored matrix.
 #pragma once
 
 #include "strip_casts.cuh"
@@ -30,12 +30,12 @@ __device__ __forceinline__ Tile beside(Tile t, const CastArgs& a, int s) {
   return t;
 }
 
-// Thread blocks of a cast that a multiprocessor runs at once. Four leave a thread 64 registers, too few for two strips and
-// for both directions of FP16.
+// Thread blocks of a cast that a multiprocessor runs at once. Four leave a thread 64 registers, too few for two strips
+// and for both directions of FP16.
 template <class T, class Source, bool kBoth>
 constexpr int kStripBlocks = Source::kStrips > 1 ? 2 : (kBoth && !std::is_same_v<T, BFloat16> ? 3 : 4);
 
-// Whether rows are also written before the barrier that columns' amaxes need: measured, a whole tensor's gradient gains.
+// Whether rows are also written before the barrier of columns' amaxes: a whole tensor's gradient gains, as measured.
 template <class Source, bool kGrouped>
 constexpr bool kRowsFirst = !kGrouped && Source::kStrips > 1;
 
