@@ -106,6 +106,8 @@ def check_tracker(args) -> None:
     """Refuse a tracker that names no iteration, for which Megatron ends the run as if it were complete, or one that is not
     there."""
     tracker = Path(args.load) / TRACKER
+    if not tracker.is_file():  # in storage that Megatron reads by a client of its own
+        return
     word = tracker.read_text(errors="replace").strip()
     if word != RELEASE and not (word.isascii() and word.isdecimal()):
         raise UserError(f"{tracker}: an iteration or `{RELEASE}` is expected, found {word[:_SHORT]!r}")

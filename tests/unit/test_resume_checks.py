@@ -211,6 +211,9 @@ class TestTracker:
         with pytest.raises(UserError, match="no release in it"):
             self.check(tmp_path, b"release")
 
+    def test_what_is_in_no_file_system_is_left_to_megatron(self):
+        check_tracker(SimpleNamespace(load="msc://profile/ckpt", ckpt_step=None))
+
     def test_a_copy_that_stopped_is_refused(self, tmp_path):
         folder = tmp_path / "iter_0000005"
         folder.mkdir()
