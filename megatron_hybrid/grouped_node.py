@@ -85,7 +85,6 @@ class GroupedNodePlan:
             return None
         return self.run(x, weights, groups.layout(_BLOCK).blocks, groups.copies, groups.sums, call)
 
-
     def computed(self, operand: str, x: torch.Tensor, layout, gate=None, grad=None, weights=None) -> tuple:
         """`GroupedCasts.computed`."""
         codes, scale, turned, scales = self.run.computed(operand == GRAD_OUTPUT, x, layout.blocks, gate, grad, weights)
