@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
-from . import grouped_node, node
+from . import grouped_node, kernels, node
 from .expert_stack import ExpertStack
 from .formats import COLUMNWISE, ROWWISE, shares_codes
 from .gemm import grouped as gemms
@@ -26,6 +26,8 @@ from .saved import main_grad, placeholder_gradients, save_for_backward
 from .stacked import GroupedColumns, StackedWeight, columns_alignment, copied_rows, unstackable
 from .storage import QuantizedStorage
 from .tensor import HybridTensor
+
+_CAST_BEFORE = (GroupedPayloads, HybridTensor)
 
 
 @dataclass(frozen=True)
@@ -171,7 +173,12 @@ class GroupedCall:
         return StackedWeight(s, direction, s.format, self.groups.num)
 
     def gradient(self, dy: torch.Tensor, by_rows: bool, by_columns: bool):
-        """The output's gradient by rows and by columns, None for what is not asked for. A column is cast from dy."""
+        """The output's gradient by rows and by columns, None for what is not asked for. A column is cast from dy.
+
+        Raises `PlanError` for one without memory on a GPU, as a backward under fake tensors has it.
+        """
+        if dy.is_cuda and type(dy) not in _CAST_BEFORE and kernels.traced(dy) and not torch.compiler.is_compiling():
+            raise PlanError(f"{self.call.plan.label}: {gemms.NO_OPERATORS}")
         dy, copies = self.taken(GRAD_OUTPUT, dy)
         if by_rows and by_columns and not self.call.plan.quantizers[GRAD_OUTPUT].derives_columnwise:
             return self.both(GRAD_OUTPUT, dy, copies)

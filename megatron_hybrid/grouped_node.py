@@ -33,7 +33,7 @@ def why_not(how) -> str | None:
     plan = how.plans[0]
     if not node.serves(plan.device.type):
         return "the node is not built"
-    if not node.fits(grouped_cuda.library()):
+    if not kernels.fits(grouped_cuda.library()):
         return "FP8 GEMMs of all groups are not built in CUDA"
     for gemm in ("fprop", "dgrad", "wgrad"):
         if type(getattr(how, gemm)) is not PreparedFp8:

@@ -26,7 +26,6 @@ from .storage import QuantizedStorage
 from .storage_layout import relayout
 from .tensor import HybridTensor
 
-_INTERFACE = 9  # csrc/interface.h
 _KINDS = (None, TENSOR, ROW, BLOCK, TILE)  # as csrc/node counts them
 _NO_TYPES, _NO_MODES = {torch.bfloat16: 0, torch.float32: 0}, {"none": 0}  # of a plan that does not ask cuBLASLt
 
@@ -38,12 +37,7 @@ def library():
         module = importlib.import_module("megatron_hybrid._C_node")
     except ImportError:
         return None
-    return module if fits(module) else None
-
-
-def fits(module) -> bool:
-    """Whether an extension is there, of the time of this file."""
-    return getattr(module, "INTERFACE", None) == _INTERFACE
+    return module if kernels.fits(module) else None
 
 
 @functools.lru_cache(maxsize=None)
@@ -54,7 +48,7 @@ def serves(device_type: str) -> bool:
     except RuntimeError:
         return False
     products = cublaslt.library() if device_type == "cuda" else None
-    return library() is not None and fits(casts) and (products is None or fits(products))
+    return library() is not None and kernels.fits(casts) and (products is None or kernels.fits(products))
 
 
 class NodePlan:

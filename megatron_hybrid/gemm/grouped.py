@@ -33,6 +33,10 @@ _ALIGN = 16  # bytes: rows of a matrix, and groups along the contraction, begin 
 _BLOCK = 128  # rows of a block of columns, elements of a block scale
 _FEW_ROWS = 1024  # an expert: decodes of weights where they are multiplied win at 256 and lose at 4096 (performance.md)
 _HOPPER = (9, 0)
+NO_OPERATORS = (
+    "kernels of all groups are no operators: they take neither tensors without memory nor those that a graph is made of; "
+    "run the forward so too, whose experts then run one by one"
+)
 _OWN_KINDS = {(ROW, ROW): grouped_cuda.ROW, (BLOCK, BLOCK): grouped_cuda.BLOCKS, (BLOCK, TILE): grouped_cuda.TILES}
 
 
@@ -250,10 +254,7 @@ class PreparedFp8(GroupedFp8):
         """
         packed = codes(a).contiguous(), codes(b).contiguous()
         if kernels.traced(packed[0]) and not torch.compiler.is_compiling():
-            raise PlanError(
-                f"{plan.label}: FP8 GEMMs of all groups are no operators: they take neither tensors without memory nor "
-                "those that a graph is made of; run the forward so too, whose experts then run one by one"
-            )
+            raise PlanError(f"{plan.label}: {NO_OPERATORS}")
         tensors = *packed, a.scale.contiguous(), b.scale.contiguous(), out
         if grouped_cuda.takes(*tensors):
             return grouped_cuda.run(what, *tensors, where, rows_a, n, self.kind, self.fast, add, self.e5m2)

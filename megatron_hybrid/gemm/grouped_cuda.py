@@ -12,6 +12,8 @@ import importlib
 
 import torch
 
+from .. import kernels
+
 ROW, BLOCKS, TILES = 0, 1, 2  # what a scale covers: a row; 1 x 128; 128 x 128; of both operands, or of B (TILES)
 _KINDS = {(ROW, True): "row_fast", (ROW, False): "row", (BLOCKS, False): "block", (TILES, False): "tile"}
 _OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -20,11 +22,12 @@ _ALIGN = 16  # bytes at which operands and results begin
 
 @functools.lru_cache(maxsize=None)
 def library():
-    """The extension; None where it was not built."""
+    """The extension; None where it was not built, or at another time than this file."""
     try:
-        return importlib.import_module("megatron_hybrid._C_gemm")
+        module = importlib.import_module("megatron_hybrid._C_gemm")
     except ImportError:
         return None
+    return module if kernels.fits(module) else None
 
 
 def kind_of(kind: int, fast: bool) -> str:

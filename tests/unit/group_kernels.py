@@ -82,7 +82,7 @@ class GroupKernels:
     """seen: of every call of a kernel for all groups what it was told, but for addresses. errors: raised in calls by
     C++."""
 
-    INTERFACE = node._INTERFACE
+    INTERFACE = kernels._INTERFACE
 
     def __init__(self):
         self.seen, self.errors = [], []
