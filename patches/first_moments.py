@@ -40,9 +40,10 @@ def make_moments(mixed_precision) -> None:
 
 
 def _make_adams(adam) -> None:
-    """The state of torch's Adam, or of one that counts steps in its groups, before its first step."""
+    """The state of torch's Adam, or of one that counts steps in its groups, before its first step; nothing of another
+    optimizer."""
     for group in adam.param_groups:
-        for param in group["params"]:
+        for param in group["params"] if "betas" in group else ():
             state = adam.state[param]
             state |= {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
             if isinstance(adam, torch.optim.Adam):
