@@ -103,6 +103,26 @@ def test_rows_and_columns_in_registers(emulated, row):
         check_strips(x, names, amaxes, transposed, outs, states)
 
 
+@pytest.mark.parametrize("names", [
+    ("fp8_block_e4m3", "mxfp8_e4m3"), ("fp8_rowwise_e4m3", "fp8_rowwise_e5m2"), ("fp8_rowwise_e4m3", None),
+    ("fp8_delayed_e4m3", "fp8_block_e4m3:2d"), ("nvfp4", "nvfp4"),
+])  # fmt: skip
+def test_rows_more_than_2_31_elements_from_the_first(emulated, names):
+    """Of memory that is not touched between the rows."""
+    shape, apart = (130, 256), 1 << 25
+    far = torch.empty(shape[0] * apart, dtype=torch.bfloat16).view(shape[0], apart)[:, : shape[1]]
+    assert far.stride(0) * (shape[0] - 1) > 1 << 31
+    x = far.copy_(cast_input(make_input("normal", shape), "bfloat16"))
+    outs = [n and empty(n, d, x, d == COLUMNWISE) for n, d in zip(names, DIRECTIONS)]
+    states = [None if n is None else new_states([n], "cpu")[0] for n in names]
+    cast_emulated(emulated, outs, x, states, new_rng("cpu", *shape))
+    for out, name in zip(outs, names):
+        if out is not None:
+            state = new_states([name], "cpu")[0]
+            near = cast(x.contiguous(), parse_format(name), out.direction, state=state, transposed=out.transposed)
+            assert_same(out, near, f"{names} {out.direction}")
+
+
 def test_rows_held_whole(emulated):
     """In one launch, where a row is no longer than a thread block holds."""
     counted = ctypes.c_int.in_dll(ctypes.CDLL(emulated.__file__), "emulated_launches")
