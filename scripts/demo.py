@@ -45,7 +45,7 @@ def parse_args(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--recipe", default=DEFAULT_RECIPE, help="a recipe's name or file (default %(default)s)")
     parser.add_argument("--compare", action="store_true", help=f"also train with {REFERENCE_RECIPE}, compare and plot")
-    parser.add_argument("--iterations", type=int, default=160,
+    parser.add_argument("--iterations", type=int, default=Settings.iterations,
                         help="(default %(default)s; with many fewer the loss is not yet below the line that is checked)")
     parser.add_argument(
         "--resume-iterations", type=int, default=10, metavar="K",
@@ -126,7 +126,9 @@ def run_demo(args: argparse.Namespace) -> report.Summary:
     whole = train(settings, settings.recipe, "saving" if settings.resumed else "plain")
     name = Path(settings.recipe).stem
     _record(summary, logs, settings, name, whole)
-    summary.checks.append(report.check_learned(whole.log.final_valid_loss(), entropies.bigram))
+    few = settings.iterations < Settings.iterations
+    hint = f"; {settings.iterations} iterations are few for it, {Settings.iterations} are the default" if few else ""
+    summary.checks.append(report.check_learned(whole.log.final_valid_loss(), entropies.bigram, hint))
     if settings.resumed:
         resumed = train(settings, settings.recipe, "resumed")
         summary.checks.append(report.check_resume(whole.log, resumed.log, settings.resumed))

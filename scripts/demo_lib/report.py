@@ -97,14 +97,17 @@ def check_complete(log: TrainingLog, iterations: int, name: str) -> Check:
     return Check(name, True, f"{iterations} iterations, all finite")
 
 
-def check_learned(valid_loss: float | None, bigram_entropy: float) -> Check:
-    """Below the bigram entropy a model must have used more context than one token: attention works."""
+def check_learned(valid_loss: float | None, bigram_entropy: float, hint: str = "") -> Check:
+    """Below the bigram entropy a model must have used more context than one token: attention works.
+
+    hint: what to say besides where it is above.
+    """
     name = "learned from context"
     if valid_loss is None or not math.isfinite(valid_loss):
         return Check(name, False, "no finite validation loss")
     passed = valid_loss < bigram_entropy
-    sign = "<" if passed else ">="
-    return Check(name, passed, f"validation loss {valid_loss:.4f} {sign} bigram entropy {bigram_entropy:.4f}")
+    sign, after = ("<", "") if passed else (">=", hint)
+    return Check(name, passed, f"validation loss {valid_loss:.4f} {sign} bigram entropy {bigram_entropy:.4f}{after}")
 
 
 def check_resume(whole: TrainingLog, resumed: TrainingLog, expected: int) -> Check:

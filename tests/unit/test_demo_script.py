@@ -119,6 +119,11 @@ def test_the_two_percent_line():
     assert not report.check_learned(float("nan"), 2.0).passed
 
 
+def test_a_loss_that_is_not_low_enough_comes_with_the_hint():
+    assert report.check_learned(2.5, 2.0, "; few").detail == "validation loss 2.5000 >= bigram entropy 2.0000; few"
+    assert report.check_learned(1.5, 2.0, "; few").detail == "validation loss 1.5000 < bigram entropy 2.0000"
+
+
 def test_a_stopped_demo_leaves_no_trainer(tmp_path, data):
     command = [sys.executable, str(ROOT / "scripts" / "demo.py"), "--trainer", str(FAKE), "--launcher", "none"]
     command += ["--out", str(tmp_path / "out"), "--data", str(data), "--max-mib", "2", "--device", "cpu"]
