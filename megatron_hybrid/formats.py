@@ -285,6 +285,9 @@ def nearest(word: str, valid) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+_NOT_QUANTIZED = ("bf16", "bfloat16", "fp16", "float16", "fp32", "float32", "none", "hp")  # words of others for it
+
+
 def _split_base(base: str, text: str) -> tuple[Family, str | None]:
     for family in FAMILIES.values():
         if len(family.elements) <= 1 and base == family.name:
@@ -293,7 +296,8 @@ def _split_base(base: str, text: str) -> tuple[Family, str | None]:
             if len(family.elements) > 1 and base == f"{family.name}_{element}":
                 return family, element
     names = format_names()
-    raise ValueError(f"unknown format {text!r}{nearest(base, names) or '.'} Valid formats: {', '.join(names)}")
+    hint = f"; not to quantize is 'high_precision'." if base in _NOT_QUANTIZED else nearest(base, names) or "."
+    raise ValueError(f"unknown format {text!r}{hint} Valid formats: {', '.join(names)}")
 
 
 @functools.lru_cache(maxsize=None)

@@ -46,6 +46,9 @@ MISTAKES = {
     ),
     "a family without its element": (2, "version: 1\ndefaults: mxfp8\n", ["did you mean 'mxfp8_e4m3'"]),
     "a format like no other": (2, "version: 1\ndefaults: zzz\n", ["unknown format 'zzz'. Valid formats"]),
+    "a dtype for a format": (
+        2, "version: 1\ndefaults: bf16\n", ["unknown format 'bf16'; not to quantize is 'high_precision'. Valid formats"],
+    ),
     "a key like no other": (2, "version: 1\nzzz: 1\n", ["unknown key 'zzz' in the recipe. Valid keys"]),
     "the forward by another name": (2, "version: 1\ndefaults: {fwd: nvfp4}\n", ["the forward's gemm is fprop. Valid keys"]),
     "the backward by another name": (
