@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
-from .loading import say_loading
+from .loading import recipe_warnings_as_lines, say_loading
 
 COMMANDS = {
     "doctor": "check the installation: kernels, devices, gemm backends, Megatron, its patches, Apex",
@@ -45,7 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_MISTAKE
     say_loading(*_LOADS.get(args.command, ()))
     try:
-        return args.run(args)
+        with recipe_warnings_as_lines():
+            return args.run(args)
     except BrokenPipeError:  # a reader such as head has seen enough
         return 0
     except KeyboardInterrupt:

@@ -15,9 +15,10 @@ import functools
 import io
 import runpy
 import sys
+import warnings
 from pathlib import Path
 
-from .loading import say_loading
+from .loading import recipe_warnings_as_lines, say_loading
 
 USAGE = """usage: torchrun --nproc-per-node N -m megatron_hybrid.launch SCRIPT.py [Megatron's flags] [--hq-... flags]
 
@@ -38,12 +39,14 @@ def prepare(*, hybrid_models: bool = False) -> None:
         if not faulthandler.is_enabled():
             faulthandler.enable()
     from .mcore import versions
-    from .recipe import Recipe
+    from .recipe import Recipe, RecipeWarning
 
     versions.require()
     for flag, value in zip(sys.argv, sys.argv[1:]):
         if flag == "--hq-recipe" and ":" not in value:  # not a function, which may import anything
-            Recipe.load(value)
+            with warnings.catch_warnings():  # they are said when it is loaded again, by `_validating_ours`
+                warnings.simplefilter("ignore", RecipeWarning)
+                Recipe.load(value)
 
     say_loading("torch", "megatron.core")
     import torch
@@ -118,12 +121,14 @@ def _validating_ours(original):
         from .mcore import run, start_output
         from .mcore.errors import megatrons_checks
 
-        recipe = run.before_validation(args)
+        with recipe_warnings_as_lines():
+            recipe = run.before_validation(args)
         start_output.shorten(args)
         quiet = io.StringIO() if args.hq_explain else sys.stdout
         with megatrons_checks(), contextlib.redirect_stdout(quiet):
             result = original(args, *defaults, **kwargs)
-        run.after_validation(args, recipe)
+        with recipe_warnings_as_lines():
+            run.after_validation(args, recipe)
         return result
 
     return validate_args

@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the tables. Raises ``ValueError`` for a recipe or model that cannot be planned."""
     from ..checkpoint_file import Checkpoint
     from ..mcore.modules import enumerate_modules
-    from ..mcore.planning import explained, plans_by_step, with_bf16_edges
+    from ..mcore.planning import explained, headline, plans_by_step, with_bf16_edges
     from ..model_shape import ModelShape
     from ..recipe import Recipe
 
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = with_bf16_edges(recipe, shape)
     recipe.check_matches(enumerate_modules(shape))
     device = parse_device(args.device)
-    print(f"recipe {recipe.name} ({recipe.fingerprint[:12]}) on {device}")
+    print(headline(recipe, device))
     for part in explained(plans_by_step(recipe, shape, device, shape), shape, per_layer=args.per_layer):
         print(part)
     return 0

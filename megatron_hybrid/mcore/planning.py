@@ -15,6 +15,7 @@ from ..distributed.tp import column_sharding, row_sharding
 from ..explain import Table, explain
 from ..explain_groups import explain_alike, wrapped
 from ..formats import DIRECTIONS
+from ..gemm import DeviceKind
 from ..grouped_at_once import build, why_not
 from ..model_shape import LinearShape, ModelShape
 from ..plan import GRAD_OUTPUT, ORIGINAL, PAYLOAD, WEIGHT, GemmPlan, build_plan
@@ -127,6 +128,11 @@ def cut_shards(plans: dict[str, GemmPlan]) -> dict[str, list[str]]:
         for what in plan.cut_shards():
             found.setdefault(what, []).append(name)
     return found
+
+
+def headline(recipe: Recipe, device: DeviceKind) -> str:
+    """What `explained` is about: which recipe, on which device."""
+    return f"recipe {recipe.name} ({recipe.fingerprint[:12]}) on {device}"
 
 
 def explained(

@@ -8,7 +8,7 @@ from collections import Counter
 import torch
 
 from ..explain import Table
-from ..gemm import GEMMS
+from ..gemm import GEMMS, DeviceKind
 from ..model_shape import ModelShape
 from ..observe import run_record
 from ..plan import GemmPlan, PlanError, describe_operands
@@ -16,7 +16,7 @@ from ..recipe import Recipe
 from ..recipe_callable import load_recipe
 from . import checkpoint, graphs, host_optimizer, metrics, recipes, validation
 from .errors import megatrons_checks
-from .planning import cut_shards, explained, high_precision_gathers, plans_by_step
+from .planning import cut_shards, explained, headline, high_precision_gathers, plans_by_step
 from .spec import HybridLayerSpec
 
 _NAMED = 3  # modules named in a message
@@ -58,6 +58,7 @@ def after_validation(args, recipe: Recipe) -> None:
     validation.check_param_gather(recipe, at_step)
     graphs.check_run(args, at_step)
     if args.hq_explain:
+        _say(args, headline(recipe, DeviceKind.of(device)))
         for part in explained(at_step, shape):
             _say(args, part)
         raise SystemExit(0)

@@ -258,5 +258,6 @@ def test_explain_lists_every_module_and_stops(runs):
         rows = [row.split() for row in lines[at + 4 : at + 7]]
         assert [(row[0], row[2], row[4]) for row in rows] == [(gemm, fmt, fmt) for gemm in ("fprop", "dgrad", "wgrad")]
     assert max(map(len, lines)) <= 120
+    assert any(line.startswith("recipe mine (") and line.endswith(") on cpu") for line in lines)
     assert "output_layer" in first and "9 linears" in first
     assert "iteration" not in first and "end of arguments" not in first and "decoder" not in second

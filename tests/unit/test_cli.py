@@ -90,12 +90,12 @@ def test_every_command_has_a_summary_and_help(capsys):
 
 @pytest.mark.parametrize("recipe", [name for name, _ in list_recipes() if "rowscaled" not in name])
 def test_explain_plans_every_recipe_for_a_gpu_that_is_not_there(recipe, capsys, tmp_path):
-    path = model_file(tmp_path)
+    path = model_file(tmp_path, **{"num-layers": 3})  # of two the first and the last are all
     code, out, err = run(capsys, "explain", "--recipe", recipe, "--model", path, "--device", "sm_90", "--per-layer")
     assert code == 0 and not err
     rows = [line for line in out.splitlines() if line.startswith(("decoder.", "output_layer"))]
     times = 2 if "late" in recipe else 1
-    assert len(rows) == times * (2 * 4 + 1) * 3
+    assert len(rows) == times * (3 * 4 + 1) * 3
     assert "on sm_90" in out.splitlines()[0] and out.count("inputs kept for backward, a microbatch:") == times
 
 
@@ -243,6 +243,17 @@ def test_mistakes_exit_2_with_the_cause(argv, says, capsys, tmp_path):
     path = model_file(tmp_path)
     code, _, err = run(capsys, "explain", *[word.format(model=path, folder=tmp_path) for word in argv])
     assert code == 2 and err.startswith("error: ") and says in err and "Traceback" not in err
+
+
+def test_a_warning_about_a_recipe_is_a_line(capsys, tmp_path):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("version: 1\ndefaults: {wgrad: {grad_output: mxfp8_e5m2}}\n"
+                      "rules:\n- {match: {name: '*'}, use: nvfp4}\n- {match: {layers: 1}, use: nvfp4}\n")  # fmt: skip
+    code, _, err = run(capsys, "explain", "--recipe", str(recipe), "--model", model_file(tmp_path), "--device", "cpu")
+    lines = [line for line in err.splitlines() if "loading" not in line]
+    assert code == 0 and len(lines) == 2
+    assert all(line.startswith(f"warning: {recipe}:") for line in lines)
+    assert "known to diverge" in lines[0] and "rules[1] never decides anything" in lines[1]
 
 
 def test_the_folder_of_a_run_points_at_its_checkpoints(capsys, tmp_path):
