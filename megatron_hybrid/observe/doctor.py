@@ -160,7 +160,13 @@ def _megatron() -> Iterator[Finding]:
         return
     states = {"applied": OK, "not applied": OK, "not needed": OK, "unavailable": FAIL, "overwritten": FAIL}
     words = {"not applied": "fits this version", "unavailable": "does not fit", "not needed": "not needed here"}
-    for status in _patches():
+    try:
+        statuses = list(_patches())
+    except ImportError as error:
+        detail = f"cannot be imported ({error}); is the package installed? `make setup` does it"
+        yield Finding(section, FAIL, "patches", detail)
+        return
+    for status in statuses:
         detail = words.get(status.state, status.state) + (f": {status.detail}" if status.detail else "")
         yield Finding(section, states[status.state], f"patch {status.name}", detail)
 

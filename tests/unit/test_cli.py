@@ -325,6 +325,17 @@ def test_doctor_finds_this_installation_ready():
         assert "needs a CUDA device" in findings["gemm backends on cpu", "scaled_mm"]["detail"]
 
 
+def test_doctor_says_that_a_folder_on_the_path_is_no_installation(monkeypatch):
+    import megatron_hybrid.observe.doctor as doctor
+
+    def missing():
+        raise ImportError("cannot import name 'patches'")
+
+    monkeypatch.setattr(doctor, "_patches", missing)
+    last = list(doctor._megatron())[-1]
+    assert last.state == "FAIL" and "cannot import name 'patches'" in last.detail and "make setup" in last.detail
+
+
 def test_doctor_says_what_is_broken(monkeypatch, capsys):
     import megatron_hybrid.observe.doctor as doctor
 
