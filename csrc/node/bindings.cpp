@@ -1,15 +1,14 @@
 // The module: how Python makes a plan, calls it, and sees the node as a `grad_fn`.
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/version.h>
 
 #include <algorithm>
 #include <map>
 #include <optional>
-#include <typeinfo>
 
 #include "../interface.h"
+#include "function_type.h"
 #include "grouped.h"
 
 namespace mh::node {
@@ -48,24 +47,11 @@ PyObject* get_call(PyObject* self, void*) {
 
 // The type of `grad_fn` of what the node made: as autograd's own, with what lean.py asks of it.
 py::object node_type() {
-  using namespace torch::autograd;  // whose functions the macro names
-  static PyMethodDef methods[] = {
-      {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
-      {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
-      {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
-      {"name", THPCppFunction_name, METH_NOARGS, nullptr},
-      {"_sequence_nr", THPCppFunction_sequence_nr, METH_NOARGS, nullptr},
-      {nullptr, nullptr, 0, nullptr},
-  };
-  static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES,
-                                     {"needs_input_grad", get_needs, nullptr, nullptr, nullptr},
-                                     {"call", get_call, nullptr, nullptr, nullptr},
-                                     {"saved_tensors", get_saved, nullptr, nullptr, nullptr},
-                                     {nullptr, nullptr, nullptr, nullptr, nullptr}};
-  static PyTypeObject type;
-  _initFunctionPyTypeObject(type, "LeanLinearBackward", properties, methods);
-  registerCppFunction(typeid(LinearNode), &type);
-  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&type));
+  return function_type<LinearNode>("LeanLinearBackward", {
+      {"needs_input_grad", get_needs, nullptr, nullptr, nullptr},
+      {"call", get_call, nullptr, nullptr, nullptr},
+      {"saved_tensors", get_saved, nullptr, nullptr, nullptr},
+  });
 }
 
 Side make_side(bool quantized, int axis, bool transposed, bool stateful, int element, int scale_rule, int block_m, int block_k,

@@ -1,11 +1,10 @@
 // The grouped linear's plan and node as Python sees them.
 #include <pybind11/stl.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
 
 #include <map>
-#include <typeinfo>
 
+#include "function_type.h"
 #include "grouped.h"
 
 namespace mh::node {
@@ -41,24 +40,11 @@ PyObject* get_saved(PyObject* self, void*) {
 }
 
 py::object node_type() {
-  using namespace torch::autograd;  // whose functions the macro names
-  static PyMethodDef methods[] = {
-      {"_register_hook_dict", THPCppFunction_register_hook_dict, METH_O, nullptr},
-      {"register_hook", THPCppFunction_register_hook, METH_O, nullptr},
-      {"register_prehook", THPCppFunction_register_prehook, METH_O, nullptr},
-      {"name", THPCppFunction_name, METH_NOARGS, nullptr},
-      {"_sequence_nr", THPCppFunction_sequence_nr, METH_NOARGS, nullptr},
-      {nullptr, nullptr, 0, nullptr},
-  };
-  static PyGetSetDef properties[] = {THP_FUNCTION_DEFAULT_PROPERTIES,
-                                     {"wanted", get_wanted, nullptr, nullptr, nullptr},
-                                     {"call", get_call, nullptr, nullptr, nullptr},
-                                     {"saved_tensors", get_saved, nullptr, nullptr, nullptr},
-                                     {nullptr, nullptr, nullptr, nullptr, nullptr}};
-  static PyTypeObject type;
-  _initFunctionPyTypeObject(type, "GroupedLinearBackward", properties, methods);
-  registerCppFunction(typeid(GroupedNode), &type);
-  return py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(&type));
+  return function_type<GroupedNode>("GroupedLinearBackward", {
+      {"wanted", get_wanted, nullptr, nullptr, nullptr},
+      {"call", get_call, nullptr, nullptr, nullptr},
+      {"saved_tensors", get_saved, nullptr, nullptr, nullptr},
+  });
 }
 
 GroupedProduct make_product(const std::string& kind, const std::array<bool, 2>& e5m2) {
