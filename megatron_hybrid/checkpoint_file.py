@@ -16,6 +16,7 @@ import torch
 TRACKER, RELEASE = "latest_checkpointed_iteration.txt", "release"  # what it says of weights without a training state
 COMMON = "common_state/shard_0_1"
 RECORD = "hq_recipe_record"
+_SHORT = 12  # characters of what is not expected
 
 
 class CheckpointError(ValueError):
@@ -91,13 +92,23 @@ class Checkpoint:
         return {}
 
 
+def folder_of(iteration: int) -> str:
+    """The name of the folder that Megatron writes a checkpoint of this iteration into."""
+    return f"iter_{iteration:07d}"
+
+
+def named_by(tracker: Path) -> str:
+    """The folder that a tracker names. Raises `CheckpointError` for one that names none."""
+    word = tracker.read_text(errors="replace").strip()
+    if word != RELEASE and not (word.isdecimal() and word.isascii()):
+        raise CheckpointError(f"{tracker}: an iteration or `{RELEASE}` is expected, found {word[:_SHORT]!r}")
+    return RELEASE if word == RELEASE else folder_of(int(word))
+
+
 def _iteration_folder(path: Path) -> Path:
     tracker = path / TRACKER
     if tracker.is_file():
-        word = tracker.read_text(errors="replace").strip()
-        if word != RELEASE and not (word.isdecimal() and word.isascii()):
-            raise CheckpointError(f"{tracker}: an iteration or `{RELEASE}` is expected, found {word[:20]!r}")
-        path = path / (RELEASE if word == RELEASE else f"iter_{int(word):07d}")
+        path = path / named_by(tracker)
     if not path.is_dir():
         raise CheckpointError(f"no checkpoint in {path}: no such folder")
     if not (path / ".metadata").is_file():

@@ -15,7 +15,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint_file import RECORD, RELEASE, TRACKER
+from ..checkpoint_file import RECORD, TRACKER, CheckpointError, folder_of, named_by
 from ..recipe import QUANTIZED, Recipe
 from ..recipe_grammar import CHOICES
 from .errors import UserError
@@ -108,10 +108,11 @@ def check_tracker(args) -> None:
     tracker = Path(args.load) / TRACKER
     if not tracker.is_file():  # in storage that Megatron reads by a client of its own
         return
-    word = tracker.read_text(errors="replace").strip()
-    if word != RELEASE and not (word.isascii() and word.isdecimal()):
-        raise UserError(f"{tracker}: an iteration or `{RELEASE}` is expected, found {word[:_SHORT]!r}")
-    named = f"iter_{args.ckpt_step or int(word):07d}" if args.ckpt_step or word != RELEASE else RELEASE
+    try:
+        tracked = named_by(tracker)
+    except CheckpointError as error:
+        raise UserError(str(error)) from None
+    named = folder_of(args.ckpt_step) if args.ckpt_step else tracked
     folder = Path(args.load) / named
     kind = folder / "metadata.json"
     if kind.is_file() and "torch_dist" in kind.read_text(errors="replace") and not (folder / ".metadata").is_file():
