@@ -14,6 +14,7 @@ from .plan import GRAD_OUTPUT, INPUT, ORIGINAL, WEIGHT, GemmPlan
 from .sharding import AS_IS, HIGH_PRECISION, PAYLOAD, ROW_PAYLOAD
 from .storage import QuantizedStorage
 from .storage_layout import row_dims
+from .whole_file import has_no_end
 
 _DTYPE = torch.bfloat16
 SHARDED_WEIGHTS = "optim_grads_params"  # of Megatron-FSDP's --data-parallel-sharding-strategy, and its default
@@ -195,7 +196,7 @@ class ModelShape:
             ("num_experts", "expert_model_parallel_size", self.expert_model_parallel_size),
         ):
             if (size := getattr(self, name) or 0) % ranks:
-                raise ShapeError(f"{where}: {_flag(name)} {size} is not a multiple of {_flag(by)} {ranks}")
+                raise ShapeError(f"{where}: {flag_of(name)} {size} is not a multiple of {flag_of(by)} {ranks}")
         if (count := self.num_layers * (self.num_experts or 1)) > _MOST_EXPERTS:
             raise ShapeError(f"{where}: --num-layers and --num-experts make {count} parts; at most {_MOST_EXPERTS} are planned")
 
@@ -205,7 +206,7 @@ class ModelShape:
         import yaml
 
         path = Path(path)
-        if path.exists() and not path.is_file() and not path.is_dir():  # a pipe, a device: read without an end
+        if has_no_end(path):
             raise ShapeError(f"{path}: not a regular file")
         try:
             flags = yaml.safe_load(path.read_text())
@@ -275,10 +276,11 @@ class ModelShape:
 
 def _check_count(name: str, value, where: str) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
-        raise ShapeError(f"{where}: {_flag(name)} must be a whole number, found {value!r}")
+        raise ShapeError(f"{where}: {flag_of(name)} must be a whole number, found {value!r}")
     if value < (least := 0 if name in _MAY_BE_ZERO else 1):
-        raise ShapeError(f"{where}: {_flag(name)} must be at least {least}, found {value}")
+        raise ShapeError(f"{where}: {flag_of(name)} must be at least {least}, found {value}")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """An attribute of Megatron's arguments as its flag."""
     return f"--{name.replace('_', '-')}"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import yaml
 
 from .formats import nearest
+from .whole_file import has_no_end
 
 SUFFIXES = (".yaml", ".yml", ".json")
 _MOST_BYTES, _MOST_VALUES, _DEEPEST = 1_000_000, 20_000, 50
@@ -147,10 +147,9 @@ def read_file(path: str | Path) -> Node:
 
 def _read_text(path: Path) -> str:
     try:
-        found = path.stat()
-        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):  # a pipe, a device: read without an end
+        if has_no_end(path):
             raise RecipeError("not a regular file", str(path))
-        if (size := found.st_size) > _MOST_BYTES:
+        if (size := path.stat().st_size) > _MOST_BYTES:
             raise RecipeError(f"{size} bytes are no recipe; at most {_MOST_BYTES} are read", str(path), 1)
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..checkpoint_file import RECORD, TRACKER, CheckpointError, folder_of, named_by
+from ..model_shape import flag_of
 from ..recipe import QUANTIZED, Recipe
 from ..recipe_grammar import CHOICES
 from .errors import UserError
@@ -148,7 +149,7 @@ def check_sizes(args, saved) -> None:
     for name in names:
         theirs, ours = getattr(saved, name, None), getattr(args, name, None)
         if None not in (theirs, ours) and theirs != ours:
-            flag = f"--{name.replace('_', '-')}"
+            flag = flag_of(name)
             raise UserError(f"the checkpoint in {args.load} is of another model: {flag} {theirs}, this run has {flag} {ours}")
 
 

@@ -11,6 +11,7 @@ import torch
 
 from ..data import check_data_paths
 from ..distributed.param_gather import HIGH_PRECISION
+from ..model_shape import flag_of
 from ..plan import WEIGHT, PlanError
 from ..recipe import QUANTIZED
 from .checkpoint import loads_optimizer
@@ -43,7 +44,7 @@ def check_counts(args) -> None:
     for names, least in ((_COUNTS, 1), (_NOT_NEGATIVE, 0)):
         for name in names:
             if (value := getattr(args, name)) is not None and value < least:
-                raise UserError(f"--{name.replace('_', '-')} {value}: at least {least} is expected")
+                raise UserError(f"{flag_of(name)} {value}: at least {least} is expected")
     if args.num_experts and args.moe_router_topk > args.num_experts:
         raise UserError(f"--moe-router-topk {args.moe_router_topk} of --num-experts {args.num_experts}: there are not as many")
 
