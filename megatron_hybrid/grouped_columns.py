@@ -10,6 +10,7 @@ import torch
 
 from . import kernels, ops_triton
 from .formats import COLUMNWISE, ELEMENTS, ROWWISE, Format
+from .gemm.grouped_cuda import BLOCK_ROWS
 from .gemm.scaled_mm import BLOCK, ROW, scale_kind
 from .groups import Layout
 from .ops_triton.launch import as_rows
@@ -17,7 +18,6 @@ from .permutation import RowMap
 from .scaling import FLT_MAX
 from .storage import FP8_DTYPES, QuantizedStorage, cast
 
-BLOCK_ROWS = 128
 _ALIGNED = 16  # what grouped FP8 GEMMs ask of K; compiled for 100 columns, rows and columns together gave wrong codes
 _ALL_BUT_SIGN = (1 << 31) - 1
 _SIGN_AND_EXPONENT = -(1 << 23)  # 0xff800000 as an int32

@@ -25,15 +25,13 @@ from .stacked import GroupedColumns, StackedWeight, copied_rows
 from .storage import QuantizedStorage
 from .tensor import HybridTensor
 
-_BLOCK = 128  # rows of a block of a group
-
 
 def why_not(how) -> str | None:
     """Why calls of a `GroupedPlan` run by Python's function; None where they can run by the node."""
     plan = how.plans[0]
     if not node.serves(plan.device.type):
         return "the node is not built"
-    if not kernels.fits(grouped_cuda.library()):
+    if grouped_cuda.library() is None:
         return "FP8 GEMMs of all groups are not built in CUDA"
     for gemm in ("fprop", "dgrad", "wgrad"):
         if type(getattr(how, gemm)) is not PreparedFp8:
@@ -83,7 +81,7 @@ class GroupedNodePlan:
         groups, before = call.groups, type(x) is HybridTensor and not self._derives
         if call.call.plan is not self._plan or before or type(weights[0]) not in _WEIGHTS:
             return None
-        return self.run(x, weights, groups.layout(_BLOCK).blocks, groups.copies, groups.sums, call)
+        return self.run(x, weights, groups.layout(grouped_cuda.BLOCK_ROWS).blocks, groups.copies, groups.sums, call)
 
     def computed(self, operand: str, x: torch.Tensor, layout, gate=None, grad=None, weights=None) -> tuple:
         """`GroupedCasts.computed`."""

@@ -14,8 +14,9 @@ import torch
 
 from . import kernels
 from .formats import COLUMNWISE, ROWWISE, Format
+from .gemm.grouped_cuda import BLOCK_ROWS
 from .gemm.scaled_mm import BLOCK, ROW, scale_kind
-from .grouped_columns import BLOCK_ROWS, GroupCast, block_columns, goes_by_group, goes_together, row_scaled_columns
+from .grouped_columns import GroupCast, block_columns, goes_by_group, goes_together, row_scaled_columns
 from .groups import Groups, Layout
 from .permutation import RowMap
 from .plan import GRAD_OUTPUT, INPUT, WEIGHT, GemmPlan

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from bench_linear import load_recipe
 
 import megatron_hybrid as mh
-from megatron_hybrid import kernels, node, stacked
-from megatron_hybrid.gemm import DeviceKind, grouped_cuda
+from megatron_hybrid import kernels, stacked
 from megatron_hybrid.groups import Groups
+from megatron_hybrid.testing.hopper import capsule, replacements
 
 EMPTY = "autograd"
 
@@ -95,29 +95,21 @@ class Sized:
 @contextlib.contextmanager
 def no_kernels():
     """Grouped linears on the CPU are planned as on a Hopper GPU; casts and GEMMs of all groups do nothing."""
-    from megatron_hybrid import ops_triton
     from megatron_hybrid.ops_triton import grouped_gemm
 
     casts, none = kernels.extension("cpu"), ctypes.cast(ctypes.CDLL(None).getpid, ctypes.c_void_p).value
-    table = (ctypes.c_void_p * 5)(*[none] * 5)
-    capsule = ctypes.pythonapi.PyCapsule_New
-    capsule.restype, capsule.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    of_casts, *kept = capsule("megatron_hybrid.casts", [none] * 5)  # kept: here until the end
+    of_gemms, *kept_too = capsule("megatron_hybrid.grouped", [none] * 2)
 
     def nothing(*args, **kwargs):
         pass
 
-    def offered(name: bytes):
-        return capsule(ctypes.addressof(table), name, None)
-
     interface = dict(INTERFACE=casts.INTERFACE)
     quiet = SimpleNamespace(
-        FormatSpec=casts.FormatSpec, PANEL_ROWS=casts.PANEL_ROWS, CASTS=offered(b"megatron_hybrid.casts"),
+        FormatSpec=casts.FormatSpec, PANEL_ROWS=casts.PANEL_ROWS, CASTS=of_casts,
         quantize_pair=nothing, quantize=nothing, amax=nothing, group_amax=nothing, group_map=nothing, **interface,
     )  # fmt: skip
-    gemms = SimpleNamespace(
-        GROUPED=offered(b"megatron_hybrid.grouped"), rows=nothing, columns=nothing, Codes=lambda *fields: fields,
-        **interface,
-    )  # fmt: skip
+    gemms = SimpleNamespace(GROUPED=of_gemms, rows=nothing, columns=nothing, Codes=lambda *fields: fields, **interface)
 
     def turned(x):
         return x.new_empty(*x.shape[:-2], x.shape[-1], x.shape[-2])
@@ -126,20 +118,10 @@ def no_kernels():
         blocks = [torch.empty(shape, dtype=torch.int32) for shape in (sizes.shape, (3, count))]
         return grouped_gemm.BlockMap(*blocks)
 
-    of = DeviceKind.of
-
-    def hopper(device):
-        found = of(device)
-        return DeviceKind("cuda", (9, 0)) if found.type == "cpu" else found
-
     with contextlib.ExitStack() as patched:
         for where, name, what in (
-            (DeviceKind, "of", hopper), (kernels, "extension", lambda device_type: quiet),
-            (ops_triton, "_reason_on_cuda", lambda: None), (grouped_gemm, "block_map", made_map),
-            (stacked, "turned", turned),
-            (grouped_cuda, "library", lambda: gemms), (grouped_cuda, "takes", lambda *tensors: True),
+            *replacements(quiet, gemms), (grouped_gemm, "block_map", made_map), (stacked, "turned", turned),
             (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
-            (node, "serves", lambda device_type: node.library() is not None),
         ):  # fmt: skip
             patched.enter_context(patch.object(where, name, what, create=True))
         kernels._spec.cache_clear()

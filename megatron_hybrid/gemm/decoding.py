@@ -18,7 +18,6 @@ from .backends import EmulatedBackend
 
 NAME = "decoding"
 _HOPPER = (9, 0)
-_BLOCK = 128  # rows of a block of A
 _ROWS = 8  # B's are a multiple of this: rows of the result begin at multiples of 16 bytes
 _DEEP = 128  # the contraction is a multiple
 _SCALES = ("e8m0", "e4m3_amax")
@@ -62,7 +61,7 @@ def multiply(a: QuantizedStorage, b: QuantizedStorage, groups: int = 1, where=No
         return None
     stream = torch._C._cuda_getCurrentRawStream(device.index)
     module.decode_slots(rows.coded(module), slots.data_ptr(), T, K, stream, device.index)
-    ends, blocks, count = (0, 0, -(-T // _BLOCK)) if where is None else (
+    ends, blocks, count = (0, 0, -(-T // grouped_cuda.BLOCK_ROWS)) if where is None else (
         where.ends.data_ptr(), where.blocks.data_ptr(), where.count
     )  # fmt: skip
     outer = [0, 0] if rows.outer is None else [rows.outer.data_ptr(), weight.outer.data_ptr()]

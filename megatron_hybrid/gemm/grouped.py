@@ -30,7 +30,6 @@ from .backends import bf16_operand, epilogue_scale, fits_bf16
 from .scaled_mm import BLOCK, ROW, TILE, codes, scale_kind
 
 _ALIGN = 16  # bytes: rows of a matrix, and groups along the contraction, begin at multiples of this
-_BLOCK = 128  # rows of a block of columns, elements of a block scale
 _FEW_ROWS = 1024  # an expert: decodes of weights where they are multiplied win at 256 and lose at 4096 (performance.md)
 _HOPPER = (9, 0)
 NO_OPERATORS = (
@@ -181,7 +180,7 @@ class GroupedDecoding(GroupedMm):
 
     def rows(self, gemm, plans, a, w, groups, dtype):
         few = self.most is None or groups.rows <= self.most * w.num
-        y = decoding.multiply(a, w.by_rows(), w.num, groups.layout(_BLOCK).blocks) if few else None
+        y = decoding.multiply(a, w.by_rows(), w.num, groups.layout(grouped_cuda.BLOCK_ROWS).blocks) if few else None
         if y is None:
             return super().rows(gemm, plans, a, w, groups, dtype)
         _count(plans, gemm)
@@ -211,7 +210,7 @@ class GroupedFp8:
         return _unaligned(shape, 1)
 
     def alignment(self, pair):
-        return _BLOCK if pair.gemm == "wgrad" else 1
+        return grouped_cuda.BLOCK_ROWS if pair.gemm == "wgrad" else 1
 
     def prepared(self, pair):
         return PreparedFp8(pair)
@@ -233,7 +232,7 @@ class PreparedFp8(GroupedFp8):
 
     def rows(self, gemm, plans, a, w, groups, dtype):
         _count(plans, gemm)
-        s, where = w.by_rows(), groups.layout(_BLOCK).blocks
+        s, where = w.by_rows(), groups.layout(grouped_cuda.BLOCK_ROWS).blocks
         out = torch.empty((a.shape[0], s.shape[0] // w.num), dtype=dtype, device=a.qdata.device)
         return self._run("rows", plans[0], a, s, out, where, a.shape[0], out.shape[1])
 

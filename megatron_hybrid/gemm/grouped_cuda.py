@@ -18,6 +18,7 @@ ROW, BLOCKS, TILES = 0, 1, 2  # what a scale covers: a row; 1 x 128; 128 x 128; 
 _KINDS = {(ROW, True): "row_fast", (ROW, False): "row", (BLOCKS, False): "block", (TILES, False): "tile"}
 _OUT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _ALIGN = 16  # bytes at which operands and results begin
+BLOCK_ROWS = 128  # rows of a block of a group, as maps of blocks count them
 
 
 @functools.lru_cache(maxsize=None)
@@ -47,7 +48,7 @@ def run(what: str, a, b, a_scale, b_scale, out, where, rows_a: int, n: int, kind
     getattr(module, what)(
         module.Codes(a.data_ptr(), a_scale.data_ptr(), e5m2[0]), module.Codes(b.data_ptr(), b_scale.data_ptr(), e5m2[1]),
         out.data_ptr(), where.ends.data_ptr(), where.blocks.data_ptr(), where.ends.shape[0], where.count, rows_a, n,
-        a.shape[1], _KINDS[kind, fast], _OUT[out.dtype], add, torch._C._cuda_getCurrentRawStream(device), device,
+        a.shape[1], kind_of(kind, fast), _OUT[out.dtype], add, torch._C._cuda_getCurrentRawStream(device), device,
     )  # fmt: skip
     return out
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 
 import torch
 
-from megatron_hybrid import kernels, node, ops_triton
-from megatron_hybrid.gemm import DeviceKind, grouped_cuda
+from megatron_hybrid import kernels
+from megatron_hybrid.gemm import grouped_cuda
 from megatron_hybrid.grouped_columns import encode, encode_scale
+from megatron_hybrid.testing.hopper import POINTER, capsule, replacements
 
 BLOCK = 128
 ELEMENTS = ("e4m3", "e5m2")
@@ -19,7 +20,7 @@ SOURCES = tuple(kernels.SOURCE_CODES)  # dtypes by the code that extensions have
 CODES = {False: torch.float8_e4m3fn, True: torch.float8_e5m2}
 OUT = (torch.bfloat16, torch.float16, torch.float32)
 KINDS = ("row_fast", "row", "block", "tile")
-I32, I64, POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
+I32, I64 = ctypes.c_int32, ctypes.c_int64
 
 
 def struct(name: str, **fields):
@@ -57,14 +58,6 @@ def matrix(x: Matrix) -> torch.Tensor:
     return at(x.data, (x.rows, x.cols), SOURCES[x.dtype], (x.row_stride, x.col_stride))
 
 
-def capsule(name: str, functions: list) -> object:
-    """A table of functions, as a capsule, and what keeps it alive."""
-    table = (POINTER * len(functions))(*(ctypes.cast(f, POINTER).value if f else None for f in functions))
-    make = ctypes.pythonapi.PyCapsule_New
-    make.restype, make.argtypes = ctypes.py_object, [POINTER, ctypes.c_char_p, POINTER]
-    return make(ctypes.addressof(table), name.encode(), None), (table, name.encode())
-
-
 class Function:
     """A function of a structure for C++, whose errors are kept."""
 
@@ -97,7 +90,7 @@ class GroupKernels:
             Function(lambda args: self.multiply("rows", args), Multiply, self.errors),
             Function(lambda args: self.multiply("columns", args), Multiply, self.errors),
         ]  # fmt: skip
-        cast, amax, rows, columns = (f.pointer for f in self._functions)
+        cast, amax, rows, columns = (ctypes.cast(f.pointer, POINTER).value for f in self._functions)
         self.CASTS, self._casts = capsule("megatron_hybrid.casts", [real[0], cast, real[2], real[3], amax])
         self.GROUPED, self._grouped = capsule("megatron_hybrid.grouped", [rows, columns])
 
@@ -253,18 +246,7 @@ def as_on_hopper(monkeypatch, extension=None) -> GroupKernels:
     casts those are, in place of the stand-in's."""
     found = GroupKernels()
     casts = extension or found
-    of = DeviceKind.of
-
-    def hopper(device):
-        kind = of(device)
-        return DeviceKind("cuda", (9, 0)) if kind.type == "cpu" else kind
-
-    monkeypatch.setattr(DeviceKind, "of", hopper)
-    monkeypatch.setattr(kernels, "extension", lambda device_type: casts)
-    monkeypatch.setattr(ops_triton, "_reason_on_cuda", lambda: None)
-    monkeypatch.setattr(grouped_cuda, "library", lambda: found)
-    monkeypatch.setattr(grouped_cuda, "takes", lambda *tensors: True)
-    monkeypatch.setattr(grouped_cuda, "run", found.run)
+    for where, name, what in (*replacements(casts, found), (grouped_cuda, "run", found.run)):
+        monkeypatch.setattr(where, name, what)
     kernels._spec.cache_clear()
-    monkeypatch.setattr(node, "serves", lambda device_type: node.library() is not None)
     return found

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from linear_cases import randn, recipe
+from test_grouped_tokens import TOKENS, routed
 
 import megatron_hybrid as mh
 from megatron_hybrid import grouped_node, kernels, node
@@ -25,7 +26,7 @@ HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9,
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs Hopper")]
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
 
-K, N, EXPERTS, TOKENS = 256, 512, 4, 45
+K, N, EXPERTS = 256, 512, 4
 SPLITS = [[44, 20, 7, 1], [0, 130, 0, 33], [1, 0, 0, 0]]
 E5M2 = {"grad_output": "fp8_block_e5m2", "weight": "fp8_block_e4m3:2d"}
 RECIPES = {
@@ -239,15 +240,6 @@ def test_a_weight_written_between_forward_and_backward_is_noticed(device):
         m.hq.stack.columnwise.qdata.fill_(0)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.backward(dy)
-
-
-def routed(most: int, device) -> torch.Tensor:
-    """bool (TOKENS, EXPERTS); expert 2 gets nothing where it may."""
-    g, chosen = torch.Generator().manual_seed(most), torch.zeros(TOKENS, EXPERTS, dtype=torch.bool)
-    others = torch.tensor([e for e in range(EXPERTS) if e != 2 or most == EXPERTS])
-    for t in range(TOKENS):
-        chosen[t, others[torch.randperm(len(others), generator=g)[:most]]] = True
-    return chosen.to(device)
 
 
 def mapped(most: int, device):
