@@ -14,19 +14,15 @@
 namespace mh::node {
 namespace {
 
-const LinearNode& node_of(PyObject* self) {
-  return static_cast<const LinearNode&>(*reinterpret_cast<torch::autograd::THPCppFunction*>(self)->cdata);
-}
-
 PyObject* get_needs(PyObject* self, void*) {
-  const auto& needs = node_of(self).needs;
+  const auto& needs = node_of<LinearNode>(self).needs;
   return py::make_tuple(needs[0], needs[1], needs[2]).release().ptr();
 }
 
 // What is kept for backward: originals, and memory of payloads.
 PyObject* get_saved(PyObject* self, void*) {
   HANDLE_TH_ERRORS
-  const LinearNode& node = node_of(self);
+  const LinearNode& node = node_of<LinearNode>(self);
   py::list found;
   const auto add = [&](const Tensor& t) {
     if (t.defined()) found.append(wrap(t));
@@ -41,15 +37,10 @@ PyObject* get_saved(PyObject* self, void*) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* get_call(PyObject* self, void*) {
-  return py::reinterpret_borrow<py::object>(held(node_of(self).call)).release().ptr();
-}
-
 // The type of `grad_fn` of what the node made: as autograd's own, with what lean.py asks of it.
 py::object node_type() {
   return function_type<LinearNode>("LeanLinearBackward", {
       {"needs_input_grad", get_needs, nullptr, nullptr, nullptr},
-      {"call", get_call, nullptr, nullptr, nullptr},
       {"saved_tensors", get_saved, nullptr, nullptr, nullptr},
   });
 }

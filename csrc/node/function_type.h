@@ -11,7 +11,18 @@
 
 namespace mh::node {
 
-// One type a `Node`: called once. name: of the type; own: what Python asks of it besides.
+// The node that Python sees.
+template <class Node>
+const Node& node_of(PyObject* self) {
+  return static_cast<const Node&>(*reinterpret_cast<torch::autograd::THPCppFunction*>(self)->cdata);
+}
+
+template <class Node>
+PyObject* get_call(PyObject* self, void*) {
+  return py::reinterpret_borrow<py::object>(held(node_of<Node>(self).call)).release().ptr();
+}
+
+// One type a `Node`: called once. name: of the type; own: what Python asks of it besides its `call`.
 template <class Node>
 py::object function_type(const char* name, std::initializer_list<PyGetSetDef> own) {
   using namespace torch::autograd;  // whose functions the macro names
@@ -25,6 +36,7 @@ py::object function_type(const char* name, std::initializer_list<PyGetSetDef> ow
   };
   static std::vector<PyGetSetDef> properties{THP_FUNCTION_DEFAULT_PROPERTIES};
   properties.insert(properties.end(), own);
+  properties.push_back({"call", get_call<Node>, nullptr, nullptr, nullptr});
   properties.push_back({nullptr, nullptr, nullptr, nullptr, nullptr});
   static PyTypeObject type;
   _initFunctionPyTypeObject(type, name, properties.data(), methods);

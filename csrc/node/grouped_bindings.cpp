@@ -10,24 +10,16 @@
 namespace mh::node {
 namespace {
 
-const GroupedNode& node_of(PyObject* self) {
-  return static_cast<const GroupedNode&>(*reinterpret_cast<torch::autograd::THPCppFunction*>(self)->cdata);
-}
-
 // Of x, of the weights, of a bias, as grouped_at_once.py's function has it.
 PyObject* get_wanted(PyObject* self, void*) {
-  const auto& needs = node_of(self).needs;
+  const auto& needs = node_of<GroupedNode>(self).needs;
   return py::make_tuple(needs[0], needs[1], false).release().ptr();
-}
-
-PyObject* get_call(PyObject* self, void*) {
-  return py::reinterpret_borrow<py::object>(held(node_of(self).call)).release().ptr();
 }
 
 // What is kept for backward.
 PyObject* get_saved(PyObject* self, void*) {
   HANDLE_TH_ERRORS
-  const GroupedNode& node = node_of(self);
+  const GroupedNode& node = node_of<GroupedNode>(self);
   py::list found;
   if (!node.released) {
     for (const Tensor& t : {node.x_column.codes, node.x_column.scale})
@@ -42,7 +34,6 @@ PyObject* get_saved(PyObject* self, void*) {
 py::object node_type() {
   return function_type<GroupedNode>("GroupedLinearBackward", {
       {"wanted", get_wanted, nullptr, nullptr, nullptr},
-      {"call", get_call, nullptr, nullptr, nullptr},
       {"saved_tensors", get_saved, nullptr, nullptr, nullptr},
   });
 }
