@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from . import __version__
+from .interrupts import imports_end_at_once, say
 from .loading import recipe_warnings_as_lines, say_loading
 
 COMMANDS = {
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_MISTAKE
     say_loading(*_LOADS.get(args.command, ()))
     try:
-        with recipe_warnings_as_lines():
+        with recipe_warnings_as_lines(), imports_end_at_once(lambda _: say("interrupted")):
             return args.run(args)
     except BrokenPipeError:  # a reader such as head has seen enough
         return 0

@@ -25,6 +25,7 @@ from demo_lib.launch import Outcome, TrainingFailed, run_training  # noqa: E402
 from demo_lib.settings import DEFAULT_RECIPE, MODEL_CONFIG, ROOT, Settings, load_model, training_run  # noqa: E402
 
 from megatron_hybrid.data.entropy import Entropies  # noqa: E402
+from megatron_hybrid.interrupts import imports_end_at_once, say  # noqa: E402
 from megatron_hybrid.loading import say_loading  # noqa: E402
 from megatron_hybrid.observe.plots import plot_losses  # noqa: E402
 from megatron_hybrid.observe.training_log import TrainingLog  # noqa: E402
@@ -156,7 +157,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(sys.argv[1:] if argv is None else argv)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # end the training processes too
     try:
-        summary = run_demo(args)
+        with imports_end_at_once(lambda _: say("\ndemo: stopped")):
+            summary = run_demo(args)
     except (TrainingFailed, ValueError, OSError) as exc:
         print(f"\ndemo: error: {exc}", file=sys.stderr)
         return 1

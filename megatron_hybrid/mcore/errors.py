@@ -27,9 +27,9 @@ def user_errors():
     The checks give every rank the same answer, so rank 0 alone prints it. The others wait until it has, because
     torchrun ends all ranks when the first one leaves; one whose message differs prints its own.
     """
-    interrupt.end_quietly()
     try:
-        yield
+        with interrupt.ending_quietly():
+            yield
     except Exception as error:
         if not isinstance(error, _user_errors()):
             raise

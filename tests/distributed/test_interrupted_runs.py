@@ -18,6 +18,10 @@ SECONDS = 20  # within which every rank must have ended; on a free machine it ta
 LONG = [*MODEL, *MOCK, *TP2, "--hq-recipe", MIXED, "--train-iters", "100000"]
 
 
+def loads_torch(rank: psutil.Process) -> bool:
+    return SCRIPT in rank.cmdline() and any("libtorch" in mapped.path for mapped in rank.memory_maps())
+
+
 def interrupted(tmp_path, wait_for: str, *flags: str) -> str:
     """What a run of two ranks prints after a SIGINT that comes when it has said `wait_for`, torchrun's own words left out."""
     command = [
@@ -35,6 +39,9 @@ def interrupted(tmp_path, wait_for: str, *flags: str) -> str:
             time.sleep(0.1)
         ranks = psutil.Process(process.pid).children(recursive=True)
         assert len(ranks) >= 2
+        while sum(map(loads_torch, ranks)) < 2:  # before, an interrupt is Python's own to end
+            assert process.poll() is None and time.monotonic() < deadline, tail(before)
+            time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         process.wait(SECONDS)
         assert not psutil.wait_procs(ranks, timeout=SECONDS)[1]
@@ -43,7 +50,8 @@ def interrupted(tmp_path, wait_for: str, *flags: str) -> str:
             left.kill()
         process.kill()
     after = said.read_text()[len(before) :]
-    return after[: after.index("Traceback (most recent call last):\n")] if "torch/distributed/run.py" in after else after
+    torchruns = after.find("torch/distributed/run.py")
+    return after if torchruns < 0 else after[: after.rindex("Traceback (most recent call last):\n", 0, torchruns)]
 
 
 def test_training_says_where_it_was_and_what_is_saved(tmp_path):

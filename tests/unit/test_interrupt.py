@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
+import textwrap
 import types
 
 import pytest
 
+from megatron_hybrid import interrupts
 from megatron_hybrid.mcore import interrupt
-
-
-def stack(*names: str):
-    """The stack of an exception that was raised in functions of these names, each called by the one before."""
-    source = "".join(f"def {name}(inner): inner[0](inner[1:])\n" for name in names)
-    functions: dict = {}
-    exec(source, functions)
-
-    def stop(_):
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt) as caught:
-        inner = [*(functions[name] for name in names), stop]
-        inner[0](inner[1:])
-    return caught.tb
 
 
 @pytest.fixture
@@ -34,7 +24,7 @@ def arguments(monkeypatch, tmp_path):
 
 
 def test_where(arguments):
-    says = lambda *names: interrupt.describe(stack(*names)).partition(";")[0]  # noqa: E731
+    says = lambda *names: interrupt.describe(set(names)).partition(";")[0]  # noqa: E731
     assert says("pretrain", "train", "train_step") == "interrupted in iteration 5 of 100"
     saving = "interrupted while a checkpoint was saved, after iteration 5 of 100"
     assert says("pretrain", "train", "save_checkpoint") == saving
@@ -47,9 +37,63 @@ def test_where(arguments):
 
 
 def test_what_is_saved(arguments, tmp_path):
-    says = lambda: interrupt.describe(stack("train")).partition("; ")[2]  # noqa: E731
+    says = lambda: interrupt.describe({"train"}).partition("; ")[2]  # noqa: E731
     assert says() == f"no checkpoint is in {tmp_path} yet"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3\n")
     assert says() == f"the last checkpoint in {tmp_path} is of iteration 3"
     arguments.save = None
     assert says() == "nothing was saved: there is no --save"
+
+
+FORGIVING = """
+    import os, signal, sys
+    from {module} import {name}
+    sys.path.insert(0, {folder!r})
+    with {name}({arguments}):
+        try:
+            import slow
+        except BaseException:
+            pass  # as torch does where numpy's import fails
+    print("went on")
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "arguments", "line"),
+    [
+        ("megatron_hybrid.interrupts", "imports_end_at_once", "lambda frame: print(frame.f_code.co_name)", "inner"),
+        ("megatron_hybrid.mcore.errors", "user_errors", "", "interrupted before the first iteration"),
+    ],
+)
+def test_an_import_that_forgives_does_not_lose_it(tmp_path, module, name, arguments, line):
+    inner = """
+        import os, signal
+        def inner():
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+        inner()
+    """
+    (tmp_path / "slow.py").write_text(textwrap.dedent(inner))
+    code = textwrap.dedent(FORGIVING).format(module=module, name=name, arguments=arguments, folder=str(tmp_path))
+    done = subprocess.run([sys.executable, "-u", "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGINT
+    assert (done.stdout + done.stderr).strip() == line
+
+
+def test_elsewhere_it_is_the_exception_and_the_handler_goes_with_the_block():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), interrupts.imports_end_at_once(pytest.fail):
+        assert signal.getsignal(signal.SIGINT) is not before
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with interrupts.imports_end_at_once(pytest.fail):
+            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
