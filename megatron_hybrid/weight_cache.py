@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 class Later:
@@ -29,8 +30,10 @@ class WeightCache:
     """A weight's payloads inside one microbatch window: cast once a step, not once a microbatch.
 
     The window is opened and closed by `invalidate`, which the optimizer step, a parameter sync and a load call.
-    The storage pointer and torch's version counter are checked too, but they alone do not see writes through
-    `.data` or a flat buffer.
+    Which memory it is and torch's version counter are checked too, but they alone do not see writes through
+    `.data` or a flat buffer. An address alone says nothing: a weight that is computed for each call (parametrized, or given to
+    `torch.func.functional_call`) may come to lie where the last one was. Of inference tensors nobody counts
+    versions, so that their payloads are not kept.
 
     One that stands keeps its payloads' memory for good, and writes a new window's payloads there: a captured CUDA graph
     reads them where they were when it was captured. The graph casts by itself, in a step's first microbatch, or `refresh`
@@ -65,7 +68,7 @@ class WeightCache:
         self._forget()
 
     def _forget(self) -> None:
-        self._key, self._fresh, self._recorded = None, [False, False], [False, False]
+        self._key, self._memory, self._fresh, self._recorded = None, None, [False, False], [False, False]
         if not self.stands:
             self._held = [None, None]
 
@@ -82,13 +85,17 @@ class WeightCache:
         training: gradients follow. update: `update(row, col, noop)` casts into payloads, None for one that is not
         quantized, with nothing outside of the device's memory; None where there is no such cast.
         """
+        if weight.is_inference():
+            return cast(weight, rowwise=wanted[0], columnwise=wanted[1])
         if training and self.stands and not self._captured:
             self._again = weight, cast, wanted, record
-        key = (weight.data_ptr(), weight._version, weight.device, weight.shape)  # a stack begins where its first matrix does
+        # a stack begins where its first matrix does
+        memory = weight.untyped_storage()
+        key = (memory._cdata, weight.data_ptr(), weight._version, weight.device, weight.shape)
         if key != self._key:
             if self._key is not None:
                 self._forget()
-            self._key = key
+            self._key, self._memory = key, StorageWeakRef(memory)  # as long as this is held no other memory has that number
         missing = [w and (not f or (record and not r)) for w, f, r in zip(wanted, self._fresh, self._recorded)]
         first = False
         if any(missing):

@@ -60,8 +60,9 @@ bool in_one_call(const Side& column, const Tensor& x, const Tensor& known) {
   return x.is_cuda() && column.quantized && (!column.measures() || column.stateful || known.defined());
 }
 
-Pair cast_at_once(const Plan& plan, Operand operand, const Tensor& x, const std::array<bool, 2>& wanted, const Keys& keys,
+Pair cast_at_once(const Plan& plan, Operand operand, const Tensor& given, const std::array<bool, 2>& wanted, const Keys& keys,
                   const Tensor& sums, const Amaxes& known, bool derived) {
+  const Tensor x = in_memory(given);
   Pair made;
   int64_t needed[3] = {};  // bytes that live until the cast has run: amaxes of both directions, working memory of the row's
   bool casts = sums.defined();
@@ -108,6 +109,8 @@ Tensor as_matrix(const Tensor& x) {
   for (int64_t d = 0; d + 1 < x.dim(); ++d) rows *= x.size(d);
   return x.reshape({rows, x.size(-1)});
 }
+
+Tensor in_memory(const Tensor& x) { return x.is_neg() ? x.resolve_neg() : x; }
 
 Where where(const at::Device& device) {
   if (device.is_cpu()) return {0, at::get_num_threads()};

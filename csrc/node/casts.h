@@ -21,6 +21,9 @@ struct Keys {
 // x (..., K) as (M, K).
 Tensor as_matrix(const Tensor& x);
 
+// x; of a view that stands for the negative of what lies in memory a copy that is.
+Tensor in_memory(const Tensor& x);
+
 inline int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // Unwritten memory on x's device.

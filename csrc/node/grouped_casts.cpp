@@ -26,8 +26,9 @@ QuantizeArgs direction(const Side& side, const Matrix& x, const Coded& out, cons
 
 // `GroupCast`: columns, and rows beside them, in one read of x; in two where scales are of whole rows or columns.
 // computed: null, or what the rows are computed from; then payloads are apart.
-CodedPair cast_in_one_read(const GroupedPlan& plan, Operand operand, const Tensor& x, bool by_rows,
+CodedPair cast_in_one_read(const GroupedPlan& plan, Operand operand, const Tensor& given, bool by_rows,
                            const RowGroups& groups, const Copies* copies, const Computed* computed = nullptr) {
+  const Tensor x = in_memory(given);
   const Side &row = plan.side(operand, 0), &column = plan.side(operand, 1);
   const bool whole_rows = by_rows && row.spec.outer_rows, whole_columns = column.spec.outer_rows;
   const int64_t T = groups.rows, K = x.size(1), E = groups.ends.size(0);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..plan import WEIGHT
 from ..tensor import HybridTensor
@@ -66,7 +67,9 @@ class WeightAmaxes:
         weight = self._plain(runtime)
         if weight is None:
             return None
-        return (weight._version,) if self.move else (weight.data_ptr(), weight._version)
+        if self.move:
+            return (weight._version,)
+        return StorageWeakRef(weight.untyped_storage()), weight.data_ptr(), weight._version  # see `WeightCache`
 
     def _plain(self, runtime) -> torch.Tensor | None:
         """A linear's weight, unless it lives quantized."""

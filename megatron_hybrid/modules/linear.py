@@ -78,8 +78,9 @@ class HybridLinear(HoldsWeight, torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., K), plain or a `HybridTensor` in the plan's formats -> (..., N)."""
-        call = self.hq.call(self.weight.device, LOCAL, training=self.training)
-        return self.output(hybrid_linear(x, self.weight, self.bias, call))
+        weight = self.weight  # once: it may be computed (torch.nn.utils.parametrize)
+        call = self.hq.call(weight.device, LOCAL, training=self.training)
+        return self.output(hybrid_linear(x, weight, self.bias, call))
 
     def extra_repr(self) -> str:
         gemm = ", ".join(f"{g}={s.pair.a} x {s.pair.b}" for g, s in self.plan.steps().items())

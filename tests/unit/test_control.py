@@ -90,6 +90,49 @@ def test_c34_a_changed_weight_is_used_at_once_after_the_step(how):
     assert torch.equal(net(x), fresh(x))
 
 
+class Times(torch.nn.Module):
+    """A parametrization that gives another weight at every call."""
+
+    calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return weight * self.calls
+
+
+@pytest.mark.parametrize("defaults", [DELAYED, {"fprop": "mxfp8_e4m3", "dgrad": "mxfp8_e4m3"}, {"fprop": "fp8_rowwise_e4m3"}])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("how", ["parametrized", "functional_call"])
+def test_c34_a_weight_computed_for_each_call_is_used_though_it_lies_where_the_last_one_did(how, defaults, grad):
+    def linear():
+        torch.manual_seed(0)
+        return mh.HybridLinear(48, 64, bias=False, recipe=recipe(defaults), dtype=torch.bfloat16)
+
+    x, weight, net = batches(1)[0], linear().weight.detach(), linear()
+    mh.prepare(net).begin_step(1)
+    if how == "parametrized":
+        torch.nn.utils.parametrize.register_parametrization(net, "weight", Times())  # calls it once
+    for n in range(2, 6):
+        alone = linear()
+        alone.weight.data.mul_(n)
+        with torch.set_grad_enabled(grad):
+            y = net(x) if how == "parametrized" else torch.func.functional_call(net, {"weight": weight * n}, (x,))
+        assert torch.equal(y, alone(x))
+        del y
+
+
+def test_inference_tensors_have_no_version_and_are_cast_at_every_call():
+    with torch.inference_mode():
+        net = model(recipe({"fprop": "mxfp8_e4m3"}))
+        mh.prepare(net).begin_step(1)
+        x = batches(1)[0]
+        before = net(x)
+        net[0].weight.mul_(2)
+        fresh = copy.deepcopy(net)
+        mh.prepare(fresh).begin_step(1)
+        assert torch.equal(net(x), fresh(x)) and not torch.equal(net(x), before)
+
+
 def test_c35_first_microbatch_under_no_grad_fills_only_what_it_needs():
     losses = {}
     for wrap in ("plain", "reentrant"):

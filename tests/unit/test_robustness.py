@@ -328,6 +328,42 @@ def test_strided_inputs_and_gradients():
     assert_same(gradients(m, x, dy), gradients(m, x.contiguous(), dy.contiguous()))
 
 
+def negated(x):
+    """A view with x's values whose memory holds their negatives."""
+    view = torch.complex(torch.zeros_like(x, dtype=torch.float32), -x.float()).conj().imag
+    return view if x.dtype == torch.float32 else torch._neg_view(-x)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fmt", ["high_precision", "mxfp8_e4m3", "nvfp4", STOCHASTIC, DELAYED])
+@pytest.mark.parametrize("kind", KINDS)
+def test_views_that_negate_what_is_in_memory(kind, fmt, dtype, grad):
+    ends = []
+    for view in (torch.clone, negated):
+        m = build(kind, recipe(fmt, fmt, fmt), dtype=dtype)
+        mh.prepare(m, seed=1).begin_step(1)
+        x, dy, *args = (t.to(dtype) if torch.is_tensor(t) else t for t in inputs(kind))
+        x.requires_grad_(grad)
+        assert view(x).is_neg() == (view is negated)
+        with torch.set_grad_enabled(grad):
+            y = m(view(x), *args)
+            if grad:
+                y.backward(view(dy))
+        ends.append([y, *m.buffers(), *((x.grad, *(p.grad for p in m.parameters())) if grad else ())])
+    assert_same(*ends)
+
+
+@pytest.mark.parametrize("how", ["quantize", "update", "derived"])
+def test_casts_of_views_that_negate_what_is_in_memory(how):
+    x, ends = randn(40, 64), []
+    for view in (torch.clone, negated):
+        q = mh.HybridQuantizer("mxfp8_e4m3", "nvfp4", columnwise_source="rowwise_dequantized" if how == "derived" else "original")
+        t = q.quantize(torch.zeros_like(x) if how == "update" else view(x))
+        ends.append([*(t.update(view(x)) if how == "update" else t).payload_buffers()])
+    assert_same(*ends)
+
+
 @pytest.mark.parametrize("fmt", ["fp8_current_e4m3", "fp8_rowwise_e4m3", "fp8_block_e4m3", "mxfp8_e4m3", "nvfp4", STOCHASTIC, DELAYED])
 @pytest.mark.parametrize("kind", KINDS)
 def test_c80_outliers_and_bias_stay_finite(kind, fmt):
