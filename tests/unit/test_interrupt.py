@@ -47,6 +47,7 @@ def test_what_is_saved(arguments, tmp_path):
 
 FORGIVING = """
     import os, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would ignore it
     from {module} import {name}
     sys.path.insert(0, {folder!r})
     with {name}({arguments}):
@@ -82,18 +83,21 @@ def test_an_import_that_forgives_does_not_lose_it(tmp_path, module, name, argume
     assert (done.stdout + done.stderr).strip() == line
 
 
-def test_elsewhere_it_is_the_exception_and_the_handler_goes_with_the_block():
-    before = signal.getsignal(signal.SIGINT)
+@pytest.fixture
+def pythons_handler():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_elsewhere_it_is_the_exception_and_the_handler_goes_with_the_block(pythons_handler):
     with pytest.raises(KeyboardInterrupt), interrupts.imports_end_at_once(pytest.fail):
-        assert signal.getsignal(signal.SIGINT) is not before
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
         os.kill(os.getpid(), signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with interrupts.imports_end_at_once(pytest.fail):
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
+def test_an_ignored_signal_stays_ignored(pythons_handler):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupts.imports_end_at_once(pytest.fail):
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
