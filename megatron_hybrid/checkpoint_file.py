@@ -34,10 +34,7 @@ class Checkpoint:
 
         self.folder = _iteration_folder(Path(path))
         self._reader = FileSystemReader(str(self.folder))
-        try:
-            self._metadata = self._reader.read_metadata()
-        except Exception as error:  # whatever a damaged pickle raises
-            raise CheckpointError(f"{self.folder}/.metadata cannot be read: {error}") from None
+        self._metadata = _read_metadata(self.folder)
         self._common = self._read_common()
 
     @property
@@ -70,6 +67,7 @@ class Checkpoint:
         """Whole tensors on the CPU, from whatever shards they were written in. Raises `CheckpointError`."""
         import torch.distributed.checkpoint as dcp
 
+        _check_whole(self.folder, self._metadata)
         entries = self._metadata.state_dict_metadata
         missing = [name for name in names if name not in entries]
         if missing:
@@ -77,19 +75,60 @@ class Checkpoint:
         state = {name: torch.empty(entries[name].size, dtype=entries[name].properties.dtype) for name in names}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # it says that one process loads alone
-            dcp.load(state, storage_reader=self._reader, no_dist=True)
+            try:
+                dcp.load(state, storage_reader=self._reader, no_dist=True)
+            except dcp.api.CheckpointException as error:  # which is no Exception
+                raise CheckpointError(f"{self.folder} cannot be read: {reasons(error)}") from None
         return state
 
     def _read_common(self) -> dict:
         old = self.folder / "common.pt"  # Megatron-Core up to 0.16
         if old.is_file():
-            return _load_plain(old.read_bytes())
+            return _load_plain(old, old.read_bytes())
         for index, info in self._metadata.storage_data.items():
             if index.fqn == COMMON:
-                with (self.folder / info.relative_path).open("rb") as file:
+                path = self.folder / info.relative_path
+                _check_size(path, info.offset + info.length)
+                with path.open("rb") as file:
                     file.seek(info.offset)
-                    return _load_plain(file.read(info.length))
+                    return _load_plain(path, file.read(info.length))
         return {}
+
+
+def check_files(folder: Path) -> None:
+    """Raise `CheckpointError` for the folder of an iteration that is not all there: a copy that stopped."""
+    _check_whole(folder, _read_metadata(folder))
+
+
+def _read_metadata(folder: Path):
+    from torch.distributed.checkpoint import FileSystemReader
+
+    try:
+        return FileSystemReader(str(folder)).read_metadata()
+    except Exception as error:  # whatever a damaged pickle raises
+        raise CheckpointError(f"{folder}/.metadata cannot be read: {error}") from None
+
+
+def _check_whole(folder: Path, metadata) -> None:
+    sizes = {}
+    for info in metadata.storage_data.values():
+        sizes[info.relative_path] = max(sizes.get(info.relative_path, 0), info.offset + info.length)
+    for name, size in sorted(sizes.items()):
+        _check_size(folder / name, size)
+
+
+def _check_size(path: Path, size: int) -> None:
+    """Raise `CheckpointError` unless a file has `size` bytes or more."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing, which its .metadata names")
+    if path.stat().st_size < size:
+        raise CheckpointError(f"{path} is cut off: {path.stat().st_size} bytes of {size}")
+
+
+def reasons(error) -> str:
+    """What each rank says, of torch's exception of all ranks' failures."""
+    found = dict.fromkeys(f"{type(failure[0]).__name__}: {failure[0]}" for failure in error.failures.values())
+    return " ".join("; ".join(found).split())
 
 
 def folder_of(iteration: int) -> str:
@@ -146,9 +185,12 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name) if (module, name) in _PLAIN else _Unknown
 
 
-def _load_plain(data: bytes) -> dict:
+def _load_plain(path: Path, data: bytes) -> dict:
     module = types.ModuleType("plain_pickle")
     module.Unpickler, module.load = _Unpickler, lambda file, **options: _Unpickler(file, **options).load()
-    loaded = torch.load(io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False)
+    try:
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", pickle_module=module, weights_only=False)
+    except Exception as error:  # whatever a damaged pickle raises
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
     loaded = loaded[0] if isinstance(loaded, list) and loaded else loaded
     return loaded if isinstance(loaded, dict) else {}

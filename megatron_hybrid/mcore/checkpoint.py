@@ -15,7 +15,7 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint_file import RECORD, TRACKER, CheckpointError, folder_of, named_by
+from ..checkpoint_file import RECORD, TRACKER, CheckpointError, check_files, folder_of, named_by, reasons
 from ..model_shape import flag_of
 from ..recipe import QUANTIZED, Recipe
 from ..recipe_grammar import CHOICES
@@ -122,6 +122,11 @@ def check_tracker(args) -> None:
         there = sorted(path.name for path in Path(args.load).glob("iter_*")) or ["none"]
         by = f"--ckpt-step {args.ckpt_step}" if args.ckpt_step else TRACKER
         raise UserError(f"--load {args.load}: no {named} in it, which {by} names; there: {', '.join(there)}")
+    if (folder / ".metadata").is_file():
+        try:
+            check_files(folder)
+        except CheckpointError as error:
+            raise UserError(f"the checkpoint in {args.load} cannot be read: {error}; copy it again") from None
 
 
 @dataclass(frozen=True)
@@ -250,14 +255,15 @@ def _saved(args) -> tuple:
     """The iteration of the checkpoint that ``--load`` and ``--ckpt-step`` name, also where ``--finetune`` starts
     anew, and Megatron's arguments in it; 0 and None where there are none."""
     from megatron.training.checkpointing import load_args_from_checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
 
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
         # it lists every argument that it takes over, and torch says that it reads alone
         warnings.simplefilter("ignore", UserWarning)
         try:
             loaded = load_args_from_checkpoint(copy.deepcopy(args))
-        except Exception as error:  # whatever Megatron, torch or a damaged pickle raises
-            said = f"{type(error).__name__}: {error}"
+        except (Exception, CheckpointException) as error:  # whatever Megatron, torch or a damaged pickle raises
+            said = reasons(error) if isinstance(error, CheckpointException) else f"{type(error).__name__}: {error}"
             raise UserError(f"the checkpoint in {args.load} cannot be read: {' '.join(said.split())}") from error
     return (loaded[0].iteration or 0, loaded[1]) if isinstance(loaded, tuple) else (0, None)
 

@@ -361,3 +361,17 @@ def test_a_damaged_checkpoint_says_so(tmp_path):
     (tmp_path / ".metadata").write_bytes(b"nothing")
     with pytest.raises(CheckpointError, match=r"\.metadata cannot be read"):
         Checkpoint(tmp_path)
+
+
+def test_a_checkpoint_that_is_not_all_there_says_so(tmp_path, capsys):
+    import_hf(make_folder(tmp_path / "hf", LLAMA), tmp_path / "ckpt")
+    shards = list((tmp_path / "ckpt").rglob("*.distcp"))
+    sizes = {path: path.stat().st_size for path in shards}
+    for path, size in sizes.items():
+        os.truncate(path, size - 1)
+    with pytest.raises(CheckpointError, match="distcp is cut off: "):
+        Checkpoint(tmp_path / "ckpt").load(["embedding.word_embeddings.weight"])
+    for path in sizes:
+        path.write_bytes(bytes(sizes[path]))  # as long as it was, and all zeros
+    assert main(["export", str(tmp_path / "ckpt"), str(tmp_path / "out")]) == 2
+    assert "cannot be read: " in capsys.readouterr().err

@@ -3,6 +3,8 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import megatron_hybrid as mh
 from megatron_hybrid.mcore.checkpoint import (
@@ -220,8 +222,19 @@ class TestTracker:
         (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
         with pytest.raises(UserError, match="cannot be read: iter_0000005 lacks its .metadata"):
             self.check(tmp_path, b"5")
-        (folder / ".metadata").touch()
+        dcp.save({"w": torch.ones(64)}, checkpoint_id=folder, no_dist=True)
         self.check(tmp_path, b"5")
+        (shard,) = folder.glob("*.distcp")
+        whole = shard.read_bytes()
+        shard.write_bytes(whole[:-1])
+        with pytest.raises(UserError, match=f"cannot be read: .*distcp is cut off: {len(whole) - 1} bytes of {len(whole)}; copy"):
+            self.check(tmp_path, b"5")
+        shard.unlink()
+        with pytest.raises(UserError, match="cannot be read: .*distcp is missing, which its .metadata names; copy it again"):
+            self.check(tmp_path, b"5")
+        (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:50])
+        with pytest.raises(UserError, match="cannot be read: .*.metadata cannot be read: .*; copy it again"):
+            self.check(tmp_path, b"5")
 
 
 class TestNothingToLoad:
