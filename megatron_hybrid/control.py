@@ -15,6 +15,7 @@ Megatron's training calls the same object through its hooks.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import defaultdict
 from dataclasses import replace
 
@@ -59,6 +60,7 @@ class Controller:
         self.profile = None  # `observe.profile.StepProfile`
         self.on_new_weights = []  # called by `invalidate`, once the step's plans are there
         self._later: Later | None = None  # see `stand`
+        self._running, self._warned = None, False  # the step that has begun and not ended; whether that was said
         self.say = lambda line: None
         if recipe is not None:
             self.switch(recipe)
@@ -104,6 +106,7 @@ class Controller:
         if step < 1 or step != int(step):
             raise ValueError(f"begin_step({step}): steps count from 1, as Megatron's iterations do")
         self._refuse_if_followed()
+        self._warn_if_not_ended(step)
         changed = [runtime.set_step(step) for runtime in self.runtimes].count(True)
         if changed:
             self.say(f"step {step}: rules on steps change {changed} of {len(self.runtimes)} linears; {self._runs()}")
@@ -130,6 +133,17 @@ class Controller:
                 "go on with the later one, over all modules that train together"
             )
 
+    def _warn_if_not_ended(self, step: int) -> None:
+        """Once, where the last step was left open and delayed scales wait for its end."""
+        left_open, self._running = self._running not in (None, step), step
+        if left_open and not self._warned and any(True for r in self.runtimes for _ in r.states(moving=True)):
+            self._warned = True
+            warnings.warn(
+                f"begin_step({step}) without `ctl.end_step()` of the step before, which moves delayed scales on: "
+                "they stay as they are",
+                stacklevel=3,
+            )
+
     def _set_keys(self, *where) -> None:
         for keys in self._all_keys():
             keys.set(*where)
@@ -146,6 +160,7 @@ class Controller:
         expert_groups: where experts are spread over ranks, the groups, one after another, over which their amaxes are
         reduced instead: the ranks that hold the same experts. Every rank takes part, tokens or not: an amax is then 0.
         """
+        self._running = None
         for runtime in self.runtimes:
             runtime.end_step()
         if self.recorder is not None:

@@ -7,6 +7,7 @@ plain tensors (`<module>.hq.input_rowwise_scale`, `..._history`); recipes withou
 from __future__ import annotations
 
 import operator
+import warnings
 from bisect import bisect_right
 from dataclasses import replace
 
@@ -24,6 +25,10 @@ from .weight_cache import WeightCache
 
 
 HISTORY = "_history"  # how names of such buffers end
+_NOBODY_MOVES_SCALES = (
+    "a linear with delayed scaling trains without a controller: nobody moves its scales on; "
+    "`ctl = mh.prepare(model)`, then `ctl.begin_step(i)` and `ctl.end_step()` around each step"
+)
 
 
 class Changes:
@@ -401,6 +406,8 @@ class LinearRuntime(torch.nn.Module):
         """operand -> (rowwise, columnwise) `DelayedState`, made anew only once a buffer is another tensor."""
         known, buffers = self._call_states.get(record), tuple(self._buffers.values())
         if known is None or not _same(known[0], buffers):
+            if record and self.keys is None and not torch.compiler.is_compiling():
+                warnings.warn(_NOBODY_MOVES_SCALES)
             state = {op: tuple(self._state(f"{op}_{d}", record) for d in DIRECTIONS) for op in OPERANDS}
             self._call_states[record] = known = buffers, state
         return known[1]

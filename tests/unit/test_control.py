@@ -1,6 +1,7 @@
 """The controller: cache windows, random counters, delayed scaling, step rules (properties 27, 29, 30, 36, 38; cases 34-39, 63, 67)."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -157,6 +158,30 @@ def test_c36_evaluation_between_steps_changes_nothing():
         return losses + train(net, ctl, 2, start=2)
 
     assert run(True) == run(False)
+
+
+@pytest.mark.parametrize("defaults, says", [(DELAYED, True), ({"fprop": "mxfp8_e4m3"}, False)])
+def test_a_loop_in_which_nobody_moves_delayed_scales_is_told(defaults, says):
+    def warned(steps):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            steps()
+        return [str(w.message) for w in found]
+
+    net, x = model(recipe(defaults)), batches(1)[0]
+    alone = warned(lambda: net(x))
+    assert bool(alone) == says and all("trains without a controller" in line for line in alone)
+    ctl = mh.prepare(net)
+
+    def step(i, ends):
+        ctl.begin_step(i)
+        net(x).sum().backward()
+        if ends:
+            ctl.end_step()
+
+    assert not warned(lambda: [step(1, False), step(1, True), step(2, False)])  # one that is repeated, one that is ended
+    found = warned(lambda: [step(3, False), step(4, False)])
+    assert len(found) == says and all("begin_step(3) without `ctl.end_step()` of the step before" in line for line in found)
 
 
 def test_p30_ten_steps_of_histories_equal_a_hand_run_of_the_rule():
