@@ -55,7 +55,7 @@ class Controller:
             self._expert_keys = RandomKeys(seed, num_microbatches, expert_replica, num_replicas, expert_part)
         for runtime in runtimes:
             runtime.keys = self.keys if runtime.role.expert is None else self._expert_keys
-            runtime.weight_cache = WeightCache()
+            runtime.weight_cache = WeightCache(is_open=False)
         self.recorder = None  # of statistics
         self.profile = None  # `observe.profile.StepProfile`
         self.on_new_weights = []  # called by `invalidate`, once the step's plans are there
@@ -188,10 +188,12 @@ class Controller:
         _reduce_amaxes(spread, expert_groups or [])
 
     def invalidate(self) -> None:
-        """Drop cached quantized weights: call it, on every rank, after writing to a weight inside a step or before an
-        evaluation that follows one. `begin_step` does."""
+        """Drop cached quantized weights, and keep those cast from now on until the step's end or the next call: call it, on
+        every rank, after writing to a weight inside a step or before an evaluation that follows one. `begin_step` does."""
         for runtime in self.runtimes:
             runtime.invalidate()
+            if runtime.weight_cache is not None:
+                runtime.weight_cache.is_open = True
         for follow in self.on_new_weights:
             follow()
 

@@ -364,6 +364,8 @@ class LinearRuntime(torch.nn.Module):
         """Every forward of the step has had its backward: nothing of it can be recomputed any more."""
         self._forward_plan, self._superseded = None, []
         self.invalidate()
+        if self.weight_cache is not None:
+            self.weight_cache.is_open = False
 
     def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         self._take_lengths(state_dict, prefix)

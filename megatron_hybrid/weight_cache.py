@@ -29,8 +29,9 @@ class Later:
 class WeightCache:
     """A weight's payloads inside one microbatch window: cast once a step, not once a microbatch.
 
-    The window is opened and closed by `invalidate`, which the optimizer step, a parameter sync and a load call.
-    Which memory it is and torch's version counter are checked too, but they alone do not see writes through
+    The window is opened by the controller's `begin_step` or `invalidate` and closed by its `end_step`; outside of one every call
+    casts, as nobody says there when the weight was written. Inside, `invalidate` begins anew, which a parameter sync and a load
+    call. is_open: for callers without a controller, that call `invalidate` themselves. Which memory it is and torch's version counter are checked too, but they alone do not see writes through
     `.data` or a flat buffer. An address alone says nothing: a weight that is computed for each call (parametrized, or given to
     `torch.func.functional_call`) may come to lie where the last one was. Of inference tensors nobody counts
     versions, so that their payloads are not kept.
@@ -40,13 +41,14 @@ class WeightCache:
     does before it is replayed.
     """
 
-    def __init__(self):
+    def __init__(self, is_open: bool = True):
+        self.is_open = is_open
         self._later = self._again = None
         self._captured, self._held = False, [None, None]
         self.invalidate()
 
     def __reduce__(self):
-        return WeightCache, ()  # a copied or pickled module starts with an empty cache
+        return WeightCache, (False,)  # a copied or pickled module starts with an empty cache, and maybe without a controller
 
     def amaxes(self):
         """(rowwise, columnwise) amaxes of the weight that were reduced over ranks together with others', or None."""
@@ -85,7 +87,7 @@ class WeightCache:
         training: gradients follow. update: `update(row, col, noop)` casts into payloads, None for one that is not
         quantized, with nothing outside of the device's memory; None where there is no such cast.
         """
-        if weight.is_inference():
+        if not (self.is_open or self.stands) or weight.is_inference():
             return cast(weight, rowwise=wanted[0], columnwise=wanted[1])
         if training and self.stands and not self._captured:
             self._again = weight, cast, wanted, record

@@ -101,7 +101,7 @@ class PooledWeightCache(WeightCache):
         super().__init__()
 
     def __reduce__(self):
-        return WeightCache, ()
+        return WeightCache, (False,)
 
     def amaxes(self):
         return self.pool.pair(self.runtime)

@@ -91,6 +91,34 @@ def test_c34_a_changed_weight_is_used_at_once_after_the_step(how):
     assert torch.equal(net(x), fresh(x))
 
 
+@pytest.mark.parametrize("kind", ["linear", "grouped"])
+def test_c34_where_no_window_is_open_a_write_that_torch_does_not_count_is_seen(kind):
+    """Optimizers and moving averages that write through `.data`: before the first step, after the last one, in a copy."""
+    rcp = recipe({"fprop": "mxfp8_e4m3", "dgrad": "mxfp8_e4m3"})
+    made = dict(recipe=rcp, dtype=torch.bfloat16)
+    net = mh.HybridLinear(48, 64, **made) if kind == "linear" else mh.HybridGroupedLinear(2, 48, 64, **made)
+    x, *splits = (batches(1)[0],) if kind == "linear" else (batches(1)[0], [5, 11])
+
+    def sees(module):
+        before = module(x, *splits)
+        module.weight.data.mul_(2)
+        after = module(x, *splits)
+        return not torch.equal(before, after)
+
+    ctl = mh.prepare(net)
+    assert sees(net)
+    ctl.begin_step(1)
+    assert not sees(net)  # inside of a step the cast weight is kept
+    assert sees(copy.deepcopy(net))
+    ctl.end_step()
+    assert sees(net)
+    ctl.invalidate()  # an evaluation, whose weights are cast once
+    with torch.no_grad():
+        assert not sees(net)
+    ctl.begin_step(2)
+    assert not sees(net)
+
+
 class Times(torch.nn.Module):
     """A parametrization that gives another weight at every call."""
 
