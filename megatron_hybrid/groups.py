@@ -13,6 +13,18 @@ from . import ops_triton
 from .permutation import RowMap, gather_rows, permute, unpermute
 
 
+_EXPECTED = "expected a list of ints or an int32 or int64 tensor"
+
+
+def _listed(splits) -> list[int]:
+    try:
+        found = list(splits)
+        sum(found).__index__()  # of ints alone: one float makes the sum one
+    except (TypeError, AttributeError):
+        raise ValueError(f"m_splits {splits}: {_EXPECTED}") from None
+    return found
+
+
 class Groups:
     """`num` contiguous groups of rows of a (T, K) tensor.
 
@@ -31,12 +43,12 @@ class Groups:
 
     def __init__(self, splits, num: int, rows: int, device: torch.device, host: list[int] | None = None):
         if isinstance(splits, torch.Tensor) and (splits.dtype.is_floating_point or splits.dtype == torch.bool):
-            raise ValueError(f"m_splits of {splits.dtype}: expected a list of ints or an int32 or int64 tensor")
+            raise ValueError(f"m_splits of {splits.dtype}: {_EXPECTED}")
         on_device = isinstance(splits, torch.Tensor) and splits.device.type != "cpu"
         self.num, self.rows, self.device = num, rows, device
         self._host = host
         if not on_device:
-            self._host = splits.tolist() if isinstance(splits, torch.Tensor) else list(splits)
+            self._host = splits.tolist() if isinstance(splits, torch.Tensor) else _listed(splits)
         self._device = splits if on_device else None
         self._layouts: dict[int, Layout] = {}
         if on_device and (splits.device.type != device.type or device.index not in (None, splits.device.index)):

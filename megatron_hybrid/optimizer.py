@@ -164,7 +164,9 @@ class FusedAdam(torch.optim.Optimizer):
             if target is not param:
                 copies.append((param, target))
         for device, tensors in batches.items():
-            self._run(group, device, noop_flag, *(list(column) for column in zip(*tensors, strict=True)))
+            targets, *others = (list(column) for column in zip(*tensors, strict=True))
+            self._run(group, device, noop_flag, targets, *others)
+            torch.autograd.graph.increment_version(targets)  # torch's fused kernels do not
         self._write_back(copies, noop_flag)
 
     def _state_of(self, param) -> dict:

@@ -45,7 +45,7 @@ where_it_is() {
 
 # run_step LABEL COMMAND...: output to the log, a sign of life on the terminal, the log's end on failure.
 run_step() {
-    local label="$1" start=$SECONDS shown=0 pid
+    local label="$1" start=$SECONDS shown=0 pid at
     shift
     say "$label ..."
     echo "== $label: $*" >>"$LOG"
@@ -55,7 +55,8 @@ run_step() {
         sleep 0.5
         if [ $((SECONDS - start - shown)) -ge 15 ]; then
             shown=$((SECONDS - start))
-            say "  $shown s: $(where_it_is)"
+            at="$(where_it_is)"
+            say "  $shown s${at:+: $at}"
         fi
     done
     if ! wait "$pid"; then

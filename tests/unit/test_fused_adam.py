@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from other_device import OnDevice, OtherDevice
 
+import megatron_hybrid as mh
 from megatron_hybrid.optimizer import MOMENTS, FusedAdam, OffloadedAdam
 
 SHAPES = ((7,), (33, 5), (4, 3, 2), (0,))
@@ -197,6 +198,35 @@ def test_shards_without_elements_have_steps_and_states_as_other_ranks_do():
     assert [group["step"] for group in optimizer.param_groups] == [2, 2]
     assert list(map(id, optimizer.state)) == [id(first), id(second), id(alone)]
     assert optimizer.state[first]["exp_avg"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", [FusedAdam, OffloadedAdam])
+def test_torch_knows_that_a_step_wrote_the_parameters(optimizer, dtype):
+    """Its own fused kernels leave the version as it is: a backward through the old weight gives wrong gradients then."""
+    net = torch.nn.Linear(4, 4, dtype=dtype)
+    x = torch.ones(2, 4, dtype=dtype, requires_grad=True)
+    y = net(x).sum()
+    y.backward(retain_graph=True)
+    optimizer(net.parameters()).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_two_steps_of_the_optimizer_inside_of_one_of_the_controller_use_the_new_weights():
+    """As where a discriminator's step comes before the generator's pass through it."""
+    torch.manual_seed(0)
+    net, losses = mh.HybridLinear(32, 16, recipe="mxfp8"), []
+    ctl, optimizer, x = mh.prepare(net), FusedAdam(net.parameters(), lr=0.1), torch.randn(8, 32)
+    ctl.begin_step(1)
+    for _ in range(2):
+        net(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(net(x).square().sum().item())
+    fresh = mh.HybridLinear(32, 16, recipe="mxfp8")
+    fresh.load_state_dict(net.state_dict())
+    assert losses[1] == fresh(x).square().sum().item() and losses[0] != losses[1]
 
 
 def test_zero_grad_and_closure():

@@ -434,3 +434,6 @@ def test_grouped_inputs_of_the_wrong_kind_are_named():
         m(torch.randn(2, 3, 64), [1, 1])
     with pytest.raises(ValueError, match="int32"):
         m(torch.randn(4, 64), torch.tensor([2.0, 2.0]))
+    for splits in ([2.0, 2], None, 4, "22"):
+        with pytest.raises(ValueError, match="m_splits .*: expected a list of ints or an int32"):
+            m(torch.randn(4, 64), splits)
