@@ -29,12 +29,14 @@ class Later:
 class WeightCache:
     """A weight's payloads inside one microbatch window: cast once a step, not once a microbatch.
 
-    The window is opened by the controller's `begin_step` or `invalidate` and closed by its `end_step`; outside of one every call
-    casts, as nobody says there when the weight was written. Inside, `invalidate` begins anew, which a parameter sync and a load
-    call. is_open: for callers without a controller, that call `invalidate` themselves. Which memory it is and torch's version counter are checked too, but they alone do not see writes through
-    `.data` or a flat buffer. An address alone says nothing: a weight that is computed for each call (parametrized, or given to
-    `torch.func.functional_call`) may come to lie where the last one was. Of inference tensors nobody counts
-    versions, so that their payloads are not kept.
+    The window is opened by the controller's `begin_step` or `invalidate` and closed by its `end_step`; outside of one
+    every call casts, as nobody says there when the weight was written. Inside, `invalidate` begins anew, which a
+    parameter sync and a load call. is_open: for callers without a controller, that call `invalidate` themselves.
+
+    Which memory it is and torch's version counter are checked too, but they alone do not see writes through `.data` or
+    a flat buffer. An address alone says nothing: a weight that is computed for each call (parametrized, or given to
+    `torch.func.functional_call`) may come to lie where the last one was. Of inference tensors nobody counts versions, so
+    that their payloads are not kept.
 
     One that stands keeps its payloads' memory for good, and writes a new window's payloads there: a captured CUDA graph
     reads them where they were when it was captured. The graph casts by itself, in a step's first microbatch, or `refresh`
