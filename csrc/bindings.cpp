@@ -194,7 +194,7 @@ void put_groups(mh::PairArgs& pair, const py::object& groups) {
 void quantize_pair(const py::object& row, const py::object& col, uintptr_t data, int dtype, int64_t m, int64_t k,
                    int64_t stride_m, int64_t stride_k, bool derived, uintptr_t sums, uintptr_t gate, uintptr_t rng,
                    uintptr_t row_ids, uintptr_t noop, uintptr_t stream, int threads_or_device, uintptr_t grad,
-                   int64_t grad_stride, const py::object& groups, const py::object& weights) {
+                   int64_t grad_stride, const py::object& groups, const py::object& weights, bool any_strips) {
   const mh::Matrix x = matrix("data", data, dtype, m, k, stride_m, stride_k);
   mh::PairArgs pair{};
   pair.row.x = x;
@@ -202,6 +202,7 @@ void quantize_pair(const py::object& row, const py::object& col, uintptr_t data,
   pair.gate = pointer<void>(gate);
   pair.grad = pointer<void>(grad);
   pair.grad_stride = grad_stride;
+  pair.any_strips = any_strips;
   int axis = 0;
   for (const py::object* side : {&row, &col}) {
     if (!side->is_none()) {
@@ -361,7 +362,8 @@ PYBIND11_MODULE(MH_MODULE, m) {
   m.def("quantize_pair", &quantize_pair, py::arg("row"), py::arg("col"), py::arg("data"), py::arg("dtype"), py::arg("M"),
         py::arg("K"), py::arg("stride_m"), py::arg("stride_k"), py::arg("derived"), py::arg("sums"), py::arg("gate"),
         py::arg("rng"), py::arg("row_ids"), py::arg("noop"), py::arg("stream"), py::arg(kWhereArg), py::arg("grad") = 0,
-        py::arg("grad_stride") = 0, py::arg("groups") = py::none(), py::arg("weights") = py::none());
+        py::arg("grad_stride") = 0, py::arg("groups") = py::none(), py::arg("weights") = py::none(),
+        py::arg("any_strips") = false);
   m.def("dequantize", &dequantize, py::arg("spec"), py::arg("qdata"), py::arg("transposed"), py::arg("scale"),
         py::arg("amax"), py::arg("out"), py::arg("dtype"), py::arg("M"), py::arg("K"), py::arg("stride_m"),
         py::arg("stride_k"), py::arg("outer"), py::arg("inverse_rht"), py::arg("stream"), py::arg(kWhereArg));

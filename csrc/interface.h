@@ -5,6 +5,6 @@
 
 namespace mh {
 
-constexpr int kInterface = 10;
+constexpr int kInterface = 11;
 
 }  // namespace mh

@@ -17,7 +17,7 @@ from .formats import COLUMNWISE, DIRECTIONS, ELEMENTS, ROWWISE, Format
 
 _MODULES = {"cpu": "megatron_hybrid._C", "cuda": "megatron_hybrid._C_cuda"}
 SOURCE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_INTERFACE = 10  # csrc/interface.h
+_INTERFACE = 11  # csrc/interface.h
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 _TRACERS = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 _SCALE_RULES = {"none": 0, "fp32": 1, "e8m0": 2, "e4m3_amax": 3}

@@ -21,6 +21,8 @@ struct Direction {
   Noise noise;
 };
 
+inline bool is_fp4(const Direction& d) { return d.spec.element == Element::e2m1; }
+
 constexpr uint32_t kAhead = 6;              // panels between a look and the cast; 128 rows of 8192 16-bit elements are 2 MiB
 constexpr int kLookLines = 2;                       // of a lane, in a row
 constexpr int kLookCols = kLookLines * 32 * kLine;  // columns of a look

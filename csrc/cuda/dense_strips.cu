@@ -16,10 +16,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-bool fits_dense_strips(const CastArgs& a, bool rows, bool cols) {
+bool fits_dense_strips(const CastArgs& a, bool rows, bool cols, bool any) {
   if (!fits_tensor(a) || a.x.rows > kLongestRow) return false;
   if ((a.gate && !kStripProducts) || (a.grad && !kStripGradients)) return false;
-  return (!rows || fits_rows(a.row, !cols)) && (!cols || fits_columns(a.col, !rows));
+  const bool fp4 = (rows && is_fp4(a.row)) || (cols && is_fp4(a.col));
+  if (fp4 && (a.gate || a.grad)) return false;
+  return (!rows || fits_rows(a.row, !cols, any)) && (!cols || fits_columns(a.col, !rows, any));
 }
 
 void launch_dense_strips(const StripArgs& a, bool rows, bool cols, const Where& where) {

@@ -166,7 +166,10 @@ bool can_look(const PairArgs& p) {
   return wanted && p.row.x.rows * p.row.x.cols > 0 && !p.row.out.transposed && !sees_swapped(p, contiguous_strides(p.row.x));
 }
 
-bool measures_lines(bool has, const QuantizeArgs& a) { return has && is_measured(a) && a.spec.outer_rows; }
+// Whether amaxes of lines are asked for, of FP8: NVFP4's leave NaNs out and may be of transformed values.
+bool measures_lines(bool has, const QuantizeArgs& a) {
+  return has && is_measured(a) && a.spec.outer_rows && a.spec.element != Element::e2m1;
+}
 
 // Takes the amaxes asked for and casts by strips; false, and nothing done, where these do not fit. Amaxes of columns, and
 // of rows in the same read, are taken by strips too; those of rows alone where the cast holds whole rows. Those of rows
@@ -189,12 +192,17 @@ bool cast_by_strips(const PairArgs& p, const Where& where) {
   s.of_rows = row_lines ? reinterpret_cast<int32_t*>(of_rows.measured) : nullptr;
   s.of_columns = column_lines ? reinterpret_cast<int32_t*>(of_columns.measured) : nullptr;
   if (row_lines && !cols && fits_whole_rows(s.cast)) return launch_whole_rows(s, where), true;
-  if ((can_look(p) && !column_lines) || !fits_dense_strips(s.cast, rows, cols)) return false;
+  const bool looks = can_look(p) && !column_lines && !p.any_strips;
+  if (looks || !fits_dense_strips(s.cast, rows, cols, p.any_strips)) return false;
   // of few rows the other pass needs no zeros before
   const bool columns_alone = column_lines && s.cast.x.rows > kTile && !(rows && is_measured(of_rows));
   columns_alone || (row_lines && column_lines) ? launch_dense_amaxes(s, where) : measure(p, where);
   s.cast.tiling.backwards = any_measured(p);
-  launch_dense_strips(s, rows, cols, where);
+  const Kind row = rows ? kind_of(s.cast.row.spec) : Kind::none, col = cols ? kind_of(s.cast.col.spec) : Kind::none;
+  if ((rows && is_fp4(s.cast.row)) || (cols && is_fp4(s.cast.col)))
+    launch_fp4_strips(s, row, col, where);
+  else
+    launch_dense_strips(s, rows, cols, where);
   return true;
 }
 

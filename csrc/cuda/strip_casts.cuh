@@ -214,28 +214,35 @@ struct StripScales {
   }
 };
 
+// NVFP4 (fp4_strips.cuh): written and compared with the CPU's bytes, not measured on a GPU yet.
+constexpr bool kFp4Strips = false;
+
 constexpr StripScales kStripScales[] = {
     {ScaleRule::fp32, 128, 1, true, true, true, false},    // fp8_block
     {ScaleRule::fp32, 0, 1, true, true, true, true},       // fp8_rowwise
     {ScaleRule::e8m0, 32, 1, true, true, true, false},     // mxfp8
     {ScaleRule::fp32, 0, 0, true, true, true, false},      // fp8_current, fp8_delayed
     {ScaleRule::fp32, 128, 128, true, true, true, false},  // fp8_block:2d
+    {ScaleRule::e4m3_amax, 16, 1, kFp4Strips, kFp4Strips, kFp4Strips, false},   // nvfp4
+    {ScaleRule::e4m3_amax, 16, 16, kFp4Strips, kFp4Strips, kFp4Strips, false},  // nvfp4:2d
 };
 
 // Whether SwiGLU and its gradient are computed in strips of whole tensors.
 constexpr bool kStripProducts = true, kStripGradients = true;
 
-// Whether a direction can be written from strips, and is.
-inline bool has_strip_scales(const Direction& d, bool StripScales::*as) {
+// Whether a direction can be written from strips, and is; `any`: or is not, but can be.
+inline bool has_strip_scales(const Direction& d, bool StripScales::*as, bool any = false) {
   for (const StripScales& s : kStripScales)
-    if (s.are_of(d)) return s.*as;
+    if (s.are_of(d)) return s.*as || any;
   return false;
 }
-inline bool fits_rows(const Direction& d, bool alone) {
-  return has_strip_scales(d, alone ? &StripScales::rows : &StripScales::pairs) && !d.transposed && d.width >= kLaneCols;
+
+inline bool fits_rows(const Direction& d, bool alone, bool any = false) {
+  const int width = is_fp4(d) ? kLine / 2 : kLaneCols;  // of a lane's codes
+  return has_strip_scales(d, alone ? &StripScales::rows : &StripScales::pairs, any) && !d.transposed && d.width >= width;
 }
-inline bool fits_columns(const Direction& d, bool alone) {
-  return has_strip_scales(d, alone ? &StripScales::columns : &StripScales::pairs) && d.transposed && d.width == kVector;
+inline bool fits_columns(const Direction& d, bool alone, bool any = false) {
+  return has_strip_scales(d, alone ? &StripScales::columns : &StripScales::pairs, any) && d.transposed && d.width == kVector;
 }
 
 }  // namespace mh::cuda

@@ -93,6 +93,8 @@ struct RowWeights {
 // (K, count * kPanelRows), whole blocks, with code 0 where a block has no row, and scales (count, K), or (groups, K) from such
 // amaxes. A row payload is of all groups' rows, as without groups. What `gate` or `grad` computes is times `weights`, of
 // 16 bits and read 16 bytes at a time; a gradient's halves are whole tiles of 128 columns.
+//
+// `any_strips`: CUDA only, the cast goes by strips wherever it can, also where another is chosen: for tests and measurements.
 struct PairArgs {
   QuantizeArgs row, col;
   bool has_row, has_col;
@@ -103,6 +105,7 @@ struct PairArgs {
   int64_t grad_stride;
   Groups groups;
   RowWeights weights;
+  bool any_strips;
 };
 
 struct DequantizeArgs {

@@ -17,7 +17,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CSRC = HERE.parents[1] / "csrc"
 CASTS = ("amax", "quantize", "cast_bf16", "cast_f16", "cast_f32", "dequantize")
-KERNELS = (*CASTS, "group_amax", "group_map", "group_strips", "dense_strips", "whole_rows")
+KERNELS = (*CASTS, "group_amax", "group_map", "group_strips", "dense_strips", "fp4_strips", "whole_rows")
 FLAGS = f"-std=c++17 -O1 -fPIC -ffp-contract=off -w -I{HERE} -I{CSRC} -DMH_BACKEND=cuda -DMH_IS_CUDA".split()
 SANITIZERS = {"address": "address,alignment,bounds", "thread": "thread"}
 

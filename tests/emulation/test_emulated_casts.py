@@ -58,8 +58,9 @@ def test_codes(tmp_path, name):
 
 
 def cast_emulated(
-    module, outs, x, states, rng, derived=False, sums=None, gate=None, grad=None, amaxes=(None, None), noop=None
-):
+    module, outs, x, states, rng, derived=False, sums=None, gate=None, grad=None, amaxes=(None, None), noop=None,
+    any_strips=False,
+):  # fmt: skip
     """`storage.cast_pair` through the emulated extension; an output that is None is left out."""
     sides, copies, keep = [], [], []
     for out, state, amax in zip(outs, states, amaxes):
@@ -75,7 +76,7 @@ def cast_emulated(
     words = rng.words(x.shape[1])
     address = [kernels._ptr(t) for t in (sums, gate, words, rng.row_ids)]
     of_grad = () if grad is None else (grad.data_ptr(), grad.stride(0))
-    module.quantize_pair(*sides, *kernels._matrix(x), derived, *address, kernels._ptr(noop), 0, 0, *of_grad)
+    module.quantize_pair(*sides, *kernels._matrix(x), derived, *address, kernels._ptr(noop), 0, 0, *of_grad, any_strips=any_strips)
 
 
 @pytest.mark.parametrize("row", FORMATS)
