@@ -1,5 +1,5 @@
 // NVFP4 by strips (strip.cuh). A block of a column is what a lane holds of it: its amax and its codes need no other lane.
-// Rows are handed over in a warp, four at a time through shared memory, so that a lane has a block of a row too.
+// Rows go through a warp's own shared memory, from which a lane takes whole blocks of them.
 #pragma once
 
 #include "strip_casts.cuh"
@@ -7,8 +7,7 @@
 namespace mh::cuda {
 
 constexpr int kBlocksAcross = kTile / kLine;      // of a row of the tile
-constexpr int kRowsHanded = kWarp / kBlocksAcross;  // in a warp at once
-constexpr int kHandings = kWarpRows / kRowsHanded;
+constexpr int kRowsAcross = kWarp / kBlocksAcross;  // whose blocks a warp takes at once
 constexpr int kScaleCodes = 128;
 
 // What is known of a direction before the cast.
@@ -18,32 +17,88 @@ struct Fp4Outer {
   OuterScale of_line[kTile];       // of rows or columns, where each has one
 };
 
-template <class T>
+struct Fp4Staging {
+  uint4 codes[kTile * kLinesAcross / 2];
+};
+
+// `kWith8`: the other direction is FP8.
+template <class T, bool kWith8>
 struct Fp4Shared {
-  StripShared<T> strip;
+  std::conditional_t<kWith8, StripShared<T>, Fp4Staging> strip;
   Fp4Outer row, col;
   int32_t squares[kWarps][kBlocksAcross];  // amaxes of square blocks
 
-  // Codes of columns, and behind them two times the rows that a warp hands over.
-  __device__ uint2* staged() { return reinterpret_cast<uint2*>(strip.codes); }
-  __device__ uint4* handed(int warp) { return strip.codes + kTile * kLinesAcross / 2 + warp * kHandedChunks; }
-
-  static constexpr int kHandedChunks = kTile * kLinesAcross / 2 / kWarps;
-  static_assert(kHandedChunks * kVector == kRowsHanded * kTile * 2);
+  __device__ char* staged() { return reinterpret_cast<char*>(strip.codes); }
 };
 
-// What is known before the cast; a barrier ends it. `t.m0`, `t.k0`: of the lines.
-__device__ __forceinline__ void load_fp4_outer(const Direction& d, int64_t first, int lines, int thread, Fp4Outer& to) {
-  if (thread < 0 || thread >= kTile) return;
+// A warp's rows, swizzled by 16 bytes: neither the lanes that write nor those that read meet in a bank.
+struct WarpRows {
+  static constexpr int kChunks = kTile * 2 / kVector;  // of a row
+  uint4 of[kWarpRows * kChunks];
+
+  static __device__ __forceinline__ int at(int chunk) { return chunk ^ (chunk >> 3); }
+
+  template <class T>
+  __device__ __forceinline__ void put(const Strip<T>& v) {
+    const int lane = threadIdx.x % kWarp;
+    Four<T>* to = reinterpret_cast<Four<T>*>(of + at(lane / 2)) + lane % 2;
+    MH_UNROLL
+    for (int r = 0; r < kWarpRows; ++r) to[r * kChunks * 2] = v[r];
+  }
+};
+
+// Bits for a warp's columns: the draws of eight neighbours in a row are 16 bytes, inverted.
+struct WarpDraws {
+  static constexpr int kRow = kTile / 2;  // words
+  uint4 of[kWarpRows][kTile / kDrawsPerCall];
+
+  __device__ __forceinline__ uint32_t* of_lane(int lane) { return reinterpret_cast<uint32_t*>(of) + lane * (kLaneCols / 2); }
+};
+
+// A warp's part of the dynamic shared memory: draws if there are any, then rows.
+static_assert(sizeof(WarpDraws) == sizeof(WarpRows));
+
+// Reads a warp's strip of a whole tensor, zeros where the tensor ends.
+template <class T>
+__device__ __forceinline__ void load_strip(const Matrix& x, const Tile& t, Strip<T>& v) {
+  const int i0 = threadIdx.x / kWarp * kWarpRows, j = threadIdx.x % kWarp * kLaneCols;
+  const uint32_t stride = static_cast<uint32_t>(x.row_stride) * 2u;
+  const char* first = static_cast<const char*>(x.data) + (t.m0 + i0) * stride + (t.k0 + j) * 2;
+  const auto read = [&](int r) {
+    const uint2 some = *reinterpret_cast<const uint2*>(first + static_cast<uint64_t>(stride) * static_cast<uint32_t>(r));
+    memcpy(&v[r], &some, sizeof some);
+  };
+  if (t.rows == kTile && t.cols == kTile) {
+    MH_UNROLL
+    for (int r = 0; r < kWarpRows; ++r) read(r);
+  } else {
+    const int rows = j < t.cols ? t.rows - i0 : 0;
+    MH_UNROLL
+    for (int r = 0; r < kWarpRows; ++r) {
+      v[r] = {};
+      if (r < rows) read(r);
+    }
+  }
+}
+
+// What is known before the cast, by one warp; a barrier ends it. `first`, `lines`: of those that have a scale each.
+__device__ __forceinline__ void load_fp4_outer(const Direction& d, int64_t first, int lines, int lane, Fp4Outer& to) {
+  constexpr int kEach = kTile / kWarp;
+  static_assert(kScaleCodes == kTile);
   if (d.spec.outer_rows) {
-    to.of_line[thread] = outer_scale<Kind::fp4>(d, first + min(thread, lines - 1));
+#pragma unroll 1
+    for (int n = lane; n < kTile; n += kWarp) to.of_line[n] = outer_scale<Kind::fp4>(d, first + min(n, lines - 1));
     return;
   }
   const OuterScale outer = outer_scale<Kind::fp4>(d, 0);
-  if (thread == 0) to.fixed = outer;
-  float scale, zero;
-  decode_pair<E4M3>(static_cast<uint32_t>(thread), scale, zero);
-  to.multipliers[thread] = nvfp4_multiplier_of(scale, outer.inverse);
+  if (lane == 0) to.fixed = outer;
+#pragma unroll 1
+  for (int n = 0; n < kEach; ++n) {
+    const int code = n * kWarp + lane;
+    float scale, zero;
+    decode_pair<E4M3>(static_cast<uint32_t>(code), scale, zero);
+    to.multipliers[code] = nvfp4_multiplier_of(scale, outer.inverse);
+  }
 }
 
 // Amaxes of the squares that a warp's strip is.
@@ -61,60 +116,91 @@ __device__ __forceinline__ void find_squares(const Strip<T>& v, int32_t (&square
   __syncwarp();
 }
 
-// The E4M3 codes of the scales of two blocks, the first in the low byte.
-__device__ __forceinline__ uint32_t scale_codes(int32_t amax, float encode, int32_t other, float encode_other) {
-  constexpr float kSixth = 1.0f / 6.0f;
-  return encode_pair<E4M3>(bits_float(static_cast<uint32_t>(amax)) * (encode * kSixth),
-                           bits_float(static_cast<uint32_t>(other)) * (encode_other * kSixth));
+// Blocks of a direction: their scales' codes and what their elements are multiplied by.
+struct Fp4Blocks {
+  const Fp4Outer& outer;
+  bool by_line;
+  float sixth;  // of the tensor's encode scale
+
+  __device__ __forceinline__ Fp4Blocks(const Direction& d, const Fp4Outer& o)
+      : outer(o), by_line(d.spec.outer_rows), sixth(o.fixed.encode * (1.0f / 6.0f)) {}
+
+  __device__ __forceinline__ float scaled(int32_t amax, int line) const {
+    return bits_float(static_cast<uint32_t>(amax)) * (by_line ? outer.of_line[line].encode * (1.0f / 6.0f) : sixth);
+  }
+  // Of two blocks, the first one's in the low byte; `line`, `other`: their rows or columns in the tile.
+  __device__ __forceinline__ uint32_t codes(int32_t amax, int line, int32_t amax_other, int other) const {
+    return encode_pair<E4M3>(scaled(amax, line), scaled(amax_other, other));
+  }
+  __device__ __forceinline__ uint32_t code(int32_t amax, int line) const {
+    return encode_pair<E4M3>(scaled(amax, line), 0.0f);
+  }
+  __device__ __forceinline__ float multiplier(uint32_t code, int line) const {
+    if (!by_line) return outer.multipliers[code];
+    float scale, zero;
+    decode_pair<E4M3>(code, scale, zero);
+    return nvfp4_multiplier_of(scale, outer.of_line[line].inverse);
+  }
+  // Whether a quarter of every multiplier is one of FP32's normal numbers.
+  __device__ __forceinline__ bool has_quarters(int line) const {
+    return (by_line ? outer.of_line[line].encode : outer.fixed.encode) >= 0x1p-100f;
+  }
+};
+
+// The transform without its factor of 1/4, which is left to the multiplier: it is exact, of these sums too (they are
+// multiples of what a 16-bit number is a multiple of).
+__device__ __forceinline__ void turn(float (&x)[kLine]) {
+  MH_UNROLL
+  for (int e = 0; e < kLine; ++e)
+    if (kHadamardSigns >> e & 1) x[e] = -x[e];
+  MH_UNROLL
+  for (int step = 1; step < kLine; step *= 2) {
+    MH_UNROLL
+    for (int e = 0; e < kLine; ++e) {
+      if (e & step) continue;
+      const float a = x[e], b = x[e + step];
+      x[e] = a + b, x[e + step] = a - b;
+    }
+  }
 }
 
-// What the elements of a block are multiplied by. `line`: its row or column in the tile.
-__device__ __forceinline__ float fp4_multiplier(const Direction& d, const Fp4Outer& outer, int line, uint32_t code) {
-  if (!d.spec.outer_rows) return outer.multipliers[code];
-  float scale, zero;
-  decode_pair<E4M3>(code, scale, zero);
-  return nvfp4_multiplier_of(scale, outer.of_line[line].inverse);
+// The amax of a block after the transform, which leaves x, or four times it: then `quarter` is 1/4.
+__device__ __forceinline__ int32_t turned_amax(float (&x)[kLine], bool has_quarters, float& quarter) {
+  turn(x);
+  quarter = has_quarters ? 0.25f : 1.0f;
+  if (!has_quarters) {
+    MH_UNROLL
+    for (int e = 0; e < kLine; ++e) x[e] = x[e] * 0.25f;
+  }
+  return abs_bits(bits_float(static_cast<uint32_t>(line_amax(x))) * quarter);
 }
-
-__device__ __forceinline__ float encode_of(const Direction& d, const Fp4Outer& outer, int line) {
-  return d.spec.outer_rows ? outer.of_line[line].encode : outer.fixed.encode;
-}
-
-// 16 bytes of a row, in the rows handed over: where a lane writes half of them and where a lane reads its block's halves.
-// Swizzled, so that eight lanes that read do not meet in a bank.
-__device__ __forceinline__ int chunk_at(int chunk) { return chunk ^ (chunk >> 3); }
 
 // Casts a warp's rows.
-template <class T, Kind kind>
-__device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t, const Strip<T>& v, Fp4Shared<T>& sh) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, i0 = warp * kWarpRows;
-  const int block = lane % kBlocksAcross, row = i0 + lane / kBlocksAcross, j = block * kLine;
-  constexpr int kChunks = kTile * 2 / kVector;  // of a row
-  uint4* handed = sh.handed(warp);
-  Four<T>* give = reinterpret_cast<Four<T>*>(handed + chunk_at(lane / 2)) + lane % 2;
-  const uint4 *take = handed + lane / kBlocksAcross * kChunks + chunk_at(2 * block);
-  const bool square = is_square(d.spec), turned = kind == Kind::fp4_mixed && d.spec.rht;
+template <class T, Kind kind, class Shared>
+__device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t, const WarpRows& held_rows, Shared& sh) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  const int block = lane % kBlocksAcross, row = warp * kWarpRows + lane / kBlocksAcross, j = block * kLine;
+  const uint4* low = held_rows.of + lane / kBlocksAcross * WarpRows::kChunks + WarpRows::at(2 * block);
+  const uint4* high = held_rows.of + lane / kBlocksAcross * WarpRows::kChunks + WarpRows::at(2 * block + 1);
+  const bool square = is_square(d.spec), stochastic = kind == Kind::fp4_mixed && d.spec.sr;
   const int rows = j < t.cols ? t.rows : 0;
-  const int64_t pitch = kRowsHanded * held(d.pitch), scale_step = kRowsHanded * held(d.scale_step_m);
+  const int64_t pitch = kRowsAcross * held(d.pitch), scale_step = kRowsAcross * held(d.scale_step_m);
   uint8_t* to = d.codes + (t.m0 + row) * d.pitch + (t.k0 + j) / 2;
   uint8_t* scale_to = static_cast<uint8_t*>(d.scale) + scale_index(d, t, row, j);
+  const Fp4Blocks blocks(d, sh.row);
   MH_UNROLL
-  for (int n = 0; n < kHandings; ++n) {
-    MH_UNROLL
-    for (int r = 0; r < kRowsHanded; ++r) give[r * kChunks * 2] = v[n * kRowsHanded + r];
-    __syncwarp();
-    const uint4 low = take[0], high = take[chunk_at(2 * block) & 1 ? -1 : 1];
-    __syncwarp();
+  for (int n = 0; n < kWarpRows / kRowsAcross; ++n) {
+    const int i = row + n * kRowsAcross;
+    const uint4 halves[2] = {low[n * kRowsAcross * WarpRows::kChunks], high[n * kRowsAcross * WarpRows::kChunks]};
     Pair<T> line[kLine / 2];
-    memcpy(line, &low, sizeof low), memcpy(line + kLine / 4, &high, sizeof high);
-    const int i = row + n * kRowsHanded;
+    memcpy(line, halves, sizeof line);
     float x[kLine];
     MH_UNROLL
     for (int e = 0; e < kLine / 2; ++e) x[2 * e] = line[e].lo(), x[2 * e + 1] = line[e].hi();
     int32_t amax;
-    if (turned) {
-      hadamard16(x, false);
-      amax = line_amax(x);
+    float quarter = 1.0f;
+    if (kind == Kind::fp4_mixed && d.spec.rht) {
+      amax = turned_amax(x, blocks.has_quarters(i), quarter);
     } else if (square) {
       amax = sh.squares[warp][block];
     } else {
@@ -123,16 +209,16 @@ __device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t,
       for (int e = 0; e < kLine / 2; ++e) most.add(line[e]);
       amax = most.both();
     }
-    const uint32_t code = scale_codes(amax, encode_of(d, sh.row, i), 0, 0.0f);
-    const float mult = fp4_multiplier(d, sh.row, i, code);
+    const uint32_t code = blocks.code(amax, i);
+    const float mult = blocks.multiplier(code, i) * quarter;
     uint32_t draws[kLine / 2];
-    if (kind == Kind::fp4_mixed && d.spec.sr) row_draws(d.noise, t.m0 + i, t.k0 + j, draws);
+    if (stochastic) row_draws(d.noise, t.m0 + i, t.k0 + j, draws);
+    const auto above = [&](int e) { return above_draw(draws[e / 2], e % 2); };
     Signs signs;
     if constexpr (kind == Kind::fp4) signs = Signs::along(line);
     if constexpr (kind == Kind::fp4_mixed) signs = Signs::of(x);
     uint32_t codes[2];
-    const auto above = [&](int e) { return above_draw(draws[e / 2], e % 2); };
-    encode_nibbles(x, mult, code, signs, kind == Kind::fp4_mixed && d.spec.sr, above, codes);
+    encode_nibbles(x, mult, code, signs, stochastic, above, codes);
     if (i < rows) {
       *reinterpret_cast<uint2*>(to) = {codes[0], codes[1]};
       if (!square || i % kLine == 0) *scale_to = static_cast<uint8_t>(code);
@@ -141,117 +227,193 @@ __device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t,
   }
 }
 
-// Which 8 bytes of the staged codes a column's rows 16 * warp to 16 * warp + 15 are: neither the lanes that write four
-// columns each nor those that read pieces of columns meet in a bank.
+// Where the 8 bytes of a column's rows 16 * warp to 16 * warp + 15 are among the staged codes: neither the lanes that
+// write four columns each nor those that read pieces of columns meet in a bank. That of another warp, or of another of
+// four columns, differs from it in some bits.
 __device__ __forceinline__ int fp4_codes_at(int column, int warp) {
   const int swap = column >> 2 & 1, turn = (column >> 3 & 7) ^ (column >> 1 & 1);
-  return (column ^ swap) * kLinesAcross + (warp ^ turn);
+  return ((column ^ swap) * kLinesAcross + (warp ^ turn)) * 8;
 }
+constexpr int kCodesOfNext = kLinesAcross * 8, kCodesOfNextButOne = 2 * kLinesAcross * 8 | 8;
 
-// Bits for a warp's columns: the draws of eight neighbours in a row are 16 bytes, inverted.
-struct WarpDraws {
-  uint4 of[kWarpRows][kTile / kDrawsPerCall];
-
-  __device__ __forceinline__ const uint32_t* of_lane(int lane) const {
-    return reinterpret_cast<const uint32_t*>(of) + lane * (kLaneCols / 2);
-  }
-  static constexpr int kRow = kTile / 2;  // words
-};
+__device__ __forceinline__ int codes_of_column(int first, int c) {
+  return first ^ (c & 1 ? kCodesOfNext : 0) ^ (c & 2 ? kCodesOfNextButOne : 0);
+}
 
 // Of the tile's columns from k0 on and the warp's rows from m0 on.
 __device__ __forceinline__ void fill_draws(const Noise& noise, int64_t m0, int64_t k0, WarpDraws& draws) {
+  constexpr int kAtOnce = 4, kAcross = kTile / kDrawsPerCall, kApart = kWarp / kAcross;  // rows
+  constexpr int kTimes = kWarpRows / kApart;
   const int lane = threadIdx.x % kWarp;
+  const int64_t i = m0 + lane / kAcross, j = k0 + lane % kAcross * kDrawsPerCall;
   const RandomKey key = random_key(noise.values, noise.axis);
-  if (noise.aligned()) {
-    constexpr int kAtOnce = 4, kAcross = kTile / kDrawsPerCall, kApart = kWarp / kAcross;  // rows
+  const uint64_t first = noise.index(i, j) / kDrawsPerCall, step = kApart * noise.values[kGlobalCols] / kDrawsPerCall;
+  const bool simple = noise.aligned() && !noise.row_ids && (first + kTimes * step) >> 32 == first >> 32;
+  if (__reduce_max_sync(kAllLanes, simple ? 0 : 1) == 0) {
+    Several<kAtOnce> high, low;
+    MH_UNROLL
+    for (int n = 0; n < kAtOnce; ++n)
+      high.v[n] = static_cast<uint32_t>(first >> 32), low.v[n] = static_cast<uint32_t>(first + n * step);
+    uint4* to = &draws.of[lane / kAcross][lane % kAcross];
 #pragma unroll 1
-    for (int r = lane / kAcross; r < kWarpRows; r += kAtOnce * kApart) {
-      uint64_t groups[kAtOnce];
+    for (int times = 0; times < kTimes; times += kAtOnce) {
+      const auto w = random_words(key, low, high);
       MH_UNROLL
-      for (int n = 0; n < kAtOnce; ++n)
-        groups[n] = noise.index(m0 + r + n * kApart, k0 + lane % kAcross * kDrawsPerCall) / kDrawsPerCall;
-      const auto w = draw_words(key, groups);
-      MH_UNROLL
-      for (int n = 0; n < kAtOnce; ++n)
-        draws.of[r + n * kApart][lane % kAcross] = {~w.c0.v[n], ~w.c1.v[n], ~w.c2.v[n], ~w.c3.v[n]};
+      for (int n = 0; n < kAtOnce; ++n) {
+        to[n * kApart * kAcross] = {~w.c0.v[n], ~w.c1.v[n], ~w.c2.v[n], ~w.c3.v[n]};
+        low.v[n] += static_cast<uint32_t>(kAtOnce * step);
+      }
+      to += kAtOnce * kApart * kAcross;
     }
   } else {
-    auto* const own = const_cast<uint32_t*>(draws.of_lane(lane));
+    uint32_t* to = draws.of_lane(lane);
 #pragma unroll 1
     for (int n = 0; n < kWarpRows * kLaneCols / 2; ++n) {
-      const int64_t i = m0 + n / 2, j = k0 + lane * kLaneCols + n % 2 * 2;
-      own[n / 2 * WarpDraws::kRow + n % 2] = ~(draw_at(key, noise.index(i, j)) | draw_at(key, noise.index(i, j + 1)) << 16);
+      const int64_t row = m0 + n / 2, column = k0 + lane * kLaneCols + n % 2 * 2;
+      to[n / 2 * WarpDraws::kRow + n % 2] =
+          ~(draw_at(key, noise.index(row, column)) | draw_at(key, noise.index(row, column + 1)) << 16);
     }
   }
   __syncwarp();
 }
 
-// Casts a warp's columns into the staging area; a barrier ends it.
-template <class T, Kind kind>
-__device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile& t, const Strip<T>& v,
-                                                 const WarpDraws* draws, Fp4Shared<T>& sh) {
-  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, i0 = warp * kWarpRows, j = lane * kLaneCols;
-  const bool square = is_square(d.spec), turned = kind == Kind::fp4_mixed && d.spec.rht && i0 + kLine <= t.rows;
-  const bool stochastic = kind == Kind::fp4_mixed && d.spec.sr;
-  uint32_t scales = 0;
-  MH_UNROLL
-  for (int h = 0; h < kLaneCols / 2; ++h) {
-    Pair<T> pairs[kLine];
-    MH_UNROLL
-    for (int r = 0; r < kLine; ++r) pairs[r] = v[r].of[h];
-    PairAmax<T> most;
-    MH_UNROLL
-    for (int r = 0; r < kLine; ++r) most.add(pairs[r]);
-    Signs signs[2];
-    if constexpr (kind == Kind::fp4) Signs::down(pairs, signs);
-    MH_UNROLL
-    for (int c = 0; c < 2; ++c) {
-      const int column = j + 2 * h + c;
-      float x[kLine];
-      MH_UNROLL
-      for (int r = 0; r < kLine; ++r) x[r] = converted_again(pairs[r], c);
-      int32_t amax = c ? most.hi() : most.lo();
-      if (square) amax = sh.squares[warp][column / kLine];
-      if (turned) {
-        hadamard16(x, false);
-        amax = line_amax(x);
-      }
-      if constexpr (kind == Kind::fp4_mixed) signs[c] = Signs::of(x);
-      const uint32_t code = scale_codes(amax, encode_of(d, sh.col, column), 0, 0.0f);
-      const float mult = fp4_multiplier(d, sh.col, column, code);
-      scales |= code << (8 * (2 * h + c));
-      const auto above = [&](int e) {
-        return permute(draws->of_lane(lane)[e * WarpDraws::kRow + h], 0, c ? 0x4324 : 0x4104);
-      };
-      uint32_t codes[2];
-      encode_nibbles(x, mult, code, signs[c], stochastic, above, codes);
-      sh.staged()[fp4_codes_at(column, warp)] = {codes[0], codes[1]};
-    }
-  }
-  if (i0 >= t.rows || j >= t.cols) return;
-  uint8_t* to = static_cast<uint8_t*>(d.scale) + scale_index(d, t, i0, j);
-  if (square) {
-    if (j % kLine == 0) *to = static_cast<uint8_t>(scales);
+// Scales of a lane's four blocks.
+__device__ __forceinline__ void put_column_scales(const Direction& d, const Tile& t, int i, int j, uint32_t codes) {
+  if (i >= t.rows || j >= t.cols) return;
+  uint8_t* to = static_cast<uint8_t*>(d.scale) + scale_index(d, t, i, j);
+  if (is_square(d.spec)) {
+    if (j % kLine == 0) *to = static_cast<uint8_t>(codes);
   } else if (d.scale_step_k == 1 && (reinterpret_cast<uintptr_t>(to) & 3) == 0) {
-    *reinterpret_cast<uint32_t*>(to) = scales;
+    *reinterpret_cast<uint32_t*>(to) = codes;
   } else {
     MH_UNROLL
-    for (int c = 0; c < kLaneCols; ++c) to[c * d.scale_step_k] = static_cast<uint8_t>(scales >> (8 * c));
+    for (int c = 0; c < kLaneCols; ++c) to[c * d.scale_step_k] = static_cast<uint8_t>(codes >> (8 * c));
   }
 }
 
+// Casts a warp's columns into the staging area; a barrier ends it.
+template <class T, Kind kind, class Shared>
+__device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile& t, const Strip<T>& v, WarpDraws* draws,
+                                                 Shared& sh) {
+  const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, i0 = warp * kWarpRows, j = lane * kLaneCols;
+  const bool square = is_square(d.spec), stochastic = kind == Kind::fp4_mixed && d.spec.sr;
+  const bool turned = kind == Kind::fp4_mixed && d.spec.rht && i0 + kLine <= t.rows;
+  const Fp4Blocks blocks(d, sh.col);
+  const int staged = fp4_codes_at(j, warp);
+  int32_t amaxes[kLaneCols];
+  MH_UNROLL
+  for (int h = 0; h < kLaneCols / 2; ++h) {
+    PairAmax<T> most;
+    MH_UNROLL
+    for (int r = 0; r < kLine; ++r) most.add(v[r].of[h]);
+    amaxes[2 * h] = most.lo(), amaxes[2 * h + 1] = most.hi();
+    if (square) amaxes[2 * h] = amaxes[2 * h + 1] = sh.squares[warp][j / kLine];
+  }
+  uint32_t scales = blocks.codes(amaxes[0], j, amaxes[1], j + 1) | blocks.codes(amaxes[2], j + 2, amaxes[3], j + 3) << 16;
+  MH_UNROLL
+  for (int h = 0; h < kLaneCols / 2; ++h) {
+    Signs signs[2];
+    if constexpr (kind == Kind::fp4) {
+      Pair<T> pairs[kLine];
+      MH_UNROLL
+      for (int r = 0; r < kLine; ++r) pairs[r] = v[r].of[h];
+      Signs::down(pairs, signs);
+    }
+    MH_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      const int c = 2 * h + half;
+      float x[kLine];
+      MH_UNROLL
+      for (int r = 0; r < kLine; ++r) x[r] = converted_again(v[r].of[h], half);
+      float quarter = 1.0f;
+      if (turned) {
+        const int32_t amax = turned_amax(x, blocks.has_quarters(j + c), quarter);
+        scales = (scales & ~(0xffu << (8 * c))) | blocks.code(amax, j + c) << (8 * c);
+      }
+      const uint32_t code = scales >> (8 * c) & 0xffu;
+      const float mult = blocks.multiplier(code, j + c) * quarter;
+      const auto above = [&](int e) {
+        return permute(draws->of_lane(lane)[e * WarpDraws::kRow + h], 0, half ? 0x4324 : 0x4104);
+      };
+      if constexpr (kind == Kind::fp4_mixed) signs[half] = Signs::of(x);
+      uint32_t codes[2];
+      encode_nibbles(x, mult, code, signs[half], stochastic, above, codes);
+      *reinterpret_cast<uint2*>(sh.staged() + codes_of_column(staged, c)) = {codes[0], codes[1]};
+    }
+  }
+  put_column_scales(d, t, i0, j, scales);
+}
+
 // Staged codes of columns, 16 bytes a thread.
-__device__ __forceinline__ void put_fp4_columns(const Direction& d, const Tile& t, const uint2* codes) {
+__device__ __forceinline__ void put_fp4_columns(const Direction& d, const Tile& t, const char* codes) {
   constexpr int kPieces = kTile / 2 / kVector, kAtOnce = kThreads / kPieces;
   const int first = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+  const int low = fp4_codes_at(first, 2 * piece), high = low ^ 8;
+  const int cols = piece * 2 * kVector < t.rows ? t.cols : 0;
   uint8_t* to = d.codes + (t.k0 + first) * d.pitch + t.m0 / 2 + piece * kVector;
   MH_UNROLL
   for (int n = 0; n < kTile / kAtOnce; ++n) {
-    const int column = first + n * kAtOnce;
-    const uint2 low = codes[fp4_codes_at(column, 2 * piece)], high = codes[fp4_codes_at(column, 2 * piece + 1)];
-    if (column < t.cols && piece * 2 * kVector < t.rows) *reinterpret_cast<uint4*>(to) = {low.x, low.y, high.x, high.y};
+    static_assert(kAtOnce % 64 == 0);  // columns that lie alike
+    const char* from = codes + n * kAtOnce * kLinesAcross * 8;
+    const uint2 a = *reinterpret_cast<const uint2*>(from + low), b = *reinterpret_cast<const uint2*>(from + high);
+    if (first + n * kAtOnce < cols) *reinterpret_cast<uint4*>(to) = {a.x, a.y, b.x, b.y};
     to += kAtOnce * d.pitch;
   }
+}
+
+// Thread blocks that a multiprocessor runs at once.
+template <class T, Kind row, Kind col>
+constexpr int kFp4StripBlocks = row == Kind::fp4_mixed || col == Kind::fp4_mixed || !std::is_same_v<T, BFloat16> ? 3 : 4;
+
+template <class T, Kind row, Kind col>
+__device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
+  constexpr bool kRow8 = row == Kind::fp8, kCol8 = col == Kind::fp8, kRow4 = kIsFp4<row>, kCol4 = kIsFp4<col>;
+  MH_DYNAMIC_SHARED(WarpRows, dynamic);
+  __shared__ Fp4Shared<T, kRow8 || kCol8> shared;
+  auto& sh = *held_shared(&shared);
+  const CastArgs& a = args.cast;
+  if (a.noop && *a.noop) return;
+  if constexpr (kRow8) store_preset_scales(a.row, a.x.rows);
+  if constexpr (kCol8) store_preset_scales(a.col, a.x.cols);
+  const Tile t = a.tiling.tile(blockIdx.x);
+  const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  const bool draws = col == Kind::fp4_mixed && a.col.spec.sr;
+  WarpRows& rows = dynamic[warp + (draws ? kWarps : 0)];
+  const Direction *row8 = kRow8 ? &a.row : nullptr, *col8 = kCol8 ? &a.col : nullptr;
+  const Known known(row8, col8);
+  Strip<T> v[1];
+  load_strip<T>(a.x, t, v[0]);
+  if (kRow4 && warp == 0) load_fp4_outer(a.row, t.m0, t.rows, lane, sh.row);
+  if (kCol4 && warp == kWarps / 2) load_fp4_outer(a.col, t.k0, t.cols, lane, sh.col);
+  if constexpr (kCol8) preset_columns<T>(a.col, t, sh.strip);
+  if constexpr (kRow8) preset_rows<T>(a.row, t, sh.strip);
+  if (draws) fill_draws(a.col.noise, t.m0 + warp * kWarpRows, t.k0, reinterpret_cast<WarpDraws&>(dynamic[warp]));
+  if constexpr (kRow4) rows.template put<T>(v[0]);
+  int32_t of_tile = 0;
+  if constexpr (kRow8 || kCol8) of_tile = look_at_tile<T>(row8, col8, known, v[0], sh.strip);
+  if constexpr (kCol8)
+    if (has_line_blocks(a.col.spec)) share_amaxes<T>(v[0], sh.strip);
+  if ((kRow4 && is_square(a.row.spec)) || (kCol4 && is_square(a.col.spec))) find_squares<T>(v[0], sh.squares[warp]);
+  if constexpr (kRow8) block_rows<T>(a.row, t, of_tile, v, sh.strip);
+  __syncthreads();
+  if constexpr (kRow8) cast_strip_rows<T>(a.row, t, v[0], sh.strip);
+  if constexpr (kCol8) {
+    block_columns<T>(a.col, t, of_tile, sh.strip);
+    cast_strip_columns<T>(a.col, v[0], sh.strip);
+    put_columns(a.col, t, sh.strip.codes, t.rows / kWarpRows);
+  }
+  if constexpr (kCol4) cast_fp4_columns<T, col>(a.col, t, v[0], reinterpret_cast<WarpDraws*>(&dynamic[warp]), sh);
+  if constexpr (kRow4) cast_fp4_rows<T, row>(a.row, t, rows, sh);
+  if constexpr (kCol4) {
+    __syncthreads();
+    put_fp4_columns(a.col, t, sh.staged());
+  }
+}
+
+template <class T, Kind row, Kind col>
+__global__ void __launch_bounds__(kThreads, (kFp4StripBlocks<T, row, col>))
+    cast_fp4_strips(const __grid_constant__ StripArgs args) {
+  cast_fp4_strip<T, row, col>(args);
 }
 
 }  // namespace mh::cuda
