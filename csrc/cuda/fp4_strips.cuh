@@ -2,6 +2,7 @@
 // Rows go through a warp's own shared memory, from which a lane takes whole blocks of them.
 #pragma once
 
+#include "fp4_codes.cuh"
 #include "strip_casts.cuh"
 
 namespace mh::cuda {
@@ -214,11 +215,11 @@ __device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t,
     uint32_t draws[kLine / 2];
     if (stochastic) row_draws(d.noise, t.m0 + i, t.k0 + j, draws);
     const auto above = [&](int e) { return above_draw(draws[e / 2], e % 2); };
-    Signs signs;
-    if constexpr (kind == Kind::fp4) signs = Signs::along(line);
-    if constexpr (kind == Kind::fp4_mixed) signs = Signs::of(x);
     uint32_t codes[2];
-    encode_nibbles(x, mult, code, signs, stochastic, above, codes);
+    if (stochastic)
+      encode_nibbles(x, mult, code, Signs::of(x), true, above, codes);
+    else
+      encode_nearest(x, mult, code, codes);
     if (i < rows) {
       *reinterpret_cast<uint2*>(to) = {codes[0], codes[1]};
       if (!square || i % kLine == 0) *scale_to = static_cast<uint8_t>(code);
@@ -291,8 +292,13 @@ __device__ __forceinline__ void put_column_scales(const Direction& d, const Tile
   }
 }
 
-// Casts a warp's columns into the staging area; a barrier ends it.
-template <class T, Kind kind, class Shared>
+template <class T>
+__device__ __forceinline__ float number(const Pair<T>& p, bool upper) {
+  return upper ? p.hi() : p.lo();
+}
+
+// Casts a warp's columns into the staging area; a barrier ends it. `kAgain`: after a cast of the strip's rows.
+template <class T, Kind kind, bool kAgain, class Shared>
 __device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile& t, const Strip<T>& v, WarpDraws* draws,
                                                  Shared& sh) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, i0 = warp * kWarpRows, j = lane * kLaneCols;
@@ -312,19 +318,12 @@ __device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile&
   uint32_t scales = blocks.codes(amaxes[0], j, amaxes[1], j + 1) | blocks.codes(amaxes[2], j + 2, amaxes[3], j + 3) << 16;
   MH_UNROLL
   for (int h = 0; h < kLaneCols / 2; ++h) {
-    Signs signs[2];
-    if constexpr (kind == Kind::fp4) {
-      Pair<T> pairs[kLine];
-      MH_UNROLL
-      for (int r = 0; r < kLine; ++r) pairs[r] = v[r].of[h];
-      Signs::down(pairs, signs);
-    }
     MH_UNROLL
     for (int half = 0; half < 2; ++half) {
       const int c = 2 * h + half;
       float x[kLine];
       MH_UNROLL
-      for (int r = 0; r < kLine; ++r) x[r] = converted_again(v[r].of[h], half);
+      for (int r = 0; r < kLine; ++r) x[r] = kAgain ? converted_again(v[r].of[h], half) : number(v[r].of[h], half);
       float quarter = 1.0f;
       if (turned) {
         const int32_t amax = turned_amax(x, blocks.has_quarters(j + c), quarter);
@@ -335,9 +334,11 @@ __device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile&
       const auto above = [&](int e) {
         return permute(draws->of_lane(lane)[e * WarpDraws::kRow + h], 0, half ? 0x4324 : 0x4104);
       };
-      if constexpr (kind == Kind::fp4_mixed) signs[half] = Signs::of(x);
       uint32_t codes[2];
-      encode_nibbles(x, mult, code, signs[half], stochastic, above, codes);
+      if (stochastic)
+        encode_nibbles(x, mult, code, Signs::of(x), true, above, codes);
+      else
+        encode_nearest(x, mult, code, codes);
       *reinterpret_cast<uint2*>(sh.staged() + codes_of_column(staged, c)) = {codes[0], codes[1]};
     }
   }
@@ -402,7 +403,7 @@ __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
     cast_strip_columns<T>(a.col, v[0], sh.strip);
     put_columns(a.col, t, sh.strip.codes, t.rows / kWarpRows);
   }
-  if constexpr (kCol4) cast_fp4_columns<T, col>(a.col, t, v[0], reinterpret_cast<WarpDraws*>(&dynamic[warp]), sh);
+  if constexpr (kCol4) cast_fp4_columns<T, col, kRow8>(a.col, t, v[0], reinterpret_cast<WarpDraws*>(&dynamic[warp]), sh);
   if constexpr (kRow4) cast_fp4_rows<T, row>(a.row, t, rows, sh);
   if constexpr (kCol4) {
     __syncthreads();
