@@ -11,6 +11,18 @@
 
 namespace mh::cuda {
 
+// Bits of `one` where the mask is set and of `other` where it is not, by one instruction.
+template <uint32_t mask>
+__device__ __forceinline__ uint32_t select_bits(uint32_t one, uint32_t other) {
+#if defined(__CUDACC__)
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(one), "r"(other), "n"(mask));
+  return bits;
+#else
+  return (one & mask) | (other & ~mask);
+#endif
+}
+
 // A half word here is a sign and, from bit 9 up, a magnitude: E2M1's three bits in the upper byte, above a first bit of
 // fraction. FP16 numbers below 2^-14 are evenly spaced and those above have the spacing of its powers of two, as E2M1's are
 // around 1: x 2^-14 in FP16 has the bits of x's code, with nine more of a fraction.
@@ -33,9 +45,9 @@ struct HalfWords {
   __device__ __forceinline__ uint32_t codes() const {
     constexpr uint32_t kUpperBytes = 0x7531, kHalf = rounded ? 0x08080808u : 0u;
     const uint32_t a = permute(even[0], even[1], kUpperBytes), b = permute(odd[0], odd[1], kUpperBytes);
-    const uint32_t first = (a & 0x80808080u) | ((a * 8u + kHalf) & 0x7f7f7f7fu);  // a code is the upper half of a byte
-    const uint32_t second = (b & 0x80808080u) | ((b * 8u + kHalf) & 0x7f7f7f7fu);
-    return (first >> 4 & 0x0f0f0f0fu) | (second & 0xf0f0f0f0u);
+    const uint32_t first = select_bits<0x80808080u>(a, a * 8u + kHalf);  // a code is the upper half of a byte
+    const uint32_t second = select_bits<0x80808080u>(b, b * 8u + kHalf);
+    return select_bits<0x0f0f0f0fu>(first >> 4, second);
   }
 };
 
@@ -46,6 +58,33 @@ __device__ __forceinline__ uint32_t nearest_codes(const float (&y)[8]) {
   return h.codes<true>();
 }
 
+// A number of magnitude below 7, rounded down to FP32's steps below 2^-126 (e2m1_stochastic), plus one of two draws less 64 *
+// 65535: its code is in bits 22 to 25, under the sign's. `inverted`: two draws, each of them 65535 less the random bits.
+template <int half>
+__device__ __forceinline__ uint32_t add_draw(float y, uint32_t inverted) {
+  const uint32_t bits = float_bits(__fmul_rz(y, 0x1p-126f));
+#if defined(__CUDACC__)
+  return __dp2a_lo(inverted, half ? 64u << 8 : 64u, bits);
+#else
+  return (half ? inverted >> 16 : inverted & 0xffffu) * 64u + bits;
+#endif
+}
+
+// Stochastic codes of eight such sums.
+__device__ __forceinline__ uint32_t stochastic_codes(const uint32_t (&sums)[8]) {
+  constexpr uint32_t kUpperHalves = 0x7632, kUpperBytes = 0x7531;
+  uint32_t h[2][2], codes[2];  // pairs of numbers: of even and odd places
+  MH_UNROLL
+  for (int i = 0; i < 2; ++i) {
+    h[0][i] = permute(sums[4 * i], sums[4 * i + 2], kUpperHalves);
+    h[1][i] = permute(sums[4 * i + 1], sums[4 * i + 3], kUpperHalves);
+    codes[i] = select_bits<0x3c003c00u>(h[1][i] * 16u, h[0][i]) * 4u;  // two codes in an upper byte
+  }
+  const uint32_t all = permute(codes[0], codes[1], kUpperBytes), cut = all - (all >> 3 & 0x11111111u);  // 8 is 7
+  const uint32_t even = permute(h[0][0], h[0][1], kUpperBytes), odd = permute(h[1][0], h[1][1], kUpperBytes);
+  return select_bits<0x88888888u>(select_bits<0x08080808u>(even >> 4, odd), cut);
+}
+
 // Whether an E4M3 scale may leave numbers of its block above 6 * 17/16 when they are multiplied: subnormal ones, the
 // largest, which may have been cut, and NaN. They are rare.
 __device__ __forceinline__ bool is_rare_scale(uint32_t scale) { return scale - 8u >= E4M3::kNan - 1 - 8u; }
@@ -54,8 +93,10 @@ __device__ __forceinline__ bool is_rare_scale(uint32_t scale) { return scale - 8
 template <int n>
 __device__ __forceinline__ void cut_products(float (&x)[n], float& mult, uint32_t scale) {
   MH_UNROLL
-  for (int e = 0; e < n; ++e)
-    x[e] = scale == E4M3::kNan ? 0.0f : fminf(fmaxf(x[e] * mult, -E2M1::kMax), E2M1::kMax);
+  for (int e = 0; e < n; ++e) {
+    const float y = fminf(fmaxf(x[e] * mult, -E2M1::kMax), E2M1::kMax);
+    x[e] = scale == E4M3::kNan ? 0.0f : y;
+  }
   mult = 1.0f;
 }
 
@@ -68,6 +109,39 @@ __device__ __forceinline__ void encode_nearest(float (&x)[kLine], float mult, ui
     MH_UNROLL
     for (int e = 0; e < 8; ++e) y[e] = x[8 * h + e] * mult;
     out[h] = nearest_codes(y);
+  }
+}
+
+// Stochastic codes of a line along M, the one on the right of two where `right`: `inverted(e)` has the draws of row e in both,
+// each of them 65535 less the random bits.
+template <bool right, class Inverted>
+__device__ __forceinline__ void encode_stochastic_down(float (&x)[kLine], float mult, uint32_t scale, Inverted&& inverted,
+                                                       uint32_t (&out)[2]) {
+  if (is_rare_scale(scale)) cut_products(x, mult, scale);
+  MH_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    uint32_t sums[8];
+    MH_UNROLL
+    for (int e = 0; e < 8; ++e) sums[e] = add_draw<right>(x[8 * h + e] * mult, inverted(8 * h + e));
+    out[h] = stochastic_codes(sums);
+  }
+}
+
+// The same of a line along K: `inverted(e)` has the draws of its elements 2e and 2e + 1.
+template <class Inverted>
+__device__ __forceinline__ void encode_stochastic_along(float (&x)[kLine], float mult, uint32_t scale, Inverted&& inverted,
+                                                        uint32_t (&out)[2]) {
+  if (is_rare_scale(scale)) cut_products(x, mult, scale);
+  MH_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    uint32_t sums[8];
+    MH_UNROLL
+    for (int e = 0; e < 8; e += 2) {
+      const uint32_t two = inverted(4 * h + e / 2);
+      sums[e] = add_draw<0>(x[8 * h + e] * mult, two);
+      sums[e + 1] = add_draw<1>(x[8 * h + e + 1] * mult, two);
+    }
+    out[h] = stochastic_codes(sums);
   }
 }
 
