@@ -121,10 +121,10 @@ __device__ __forceinline__ void find_squares(const Strip<T>& v, int32_t (&square
 struct Fp4Blocks {
   const Fp4Outer& outer;
   bool by_line;
-  float sixth;  // of the tensor's encode scale
+  float encode, sixth;  // of the tensor
 
   __device__ __forceinline__ Fp4Blocks(const Direction& d, const Fp4Outer& o)
-      : outer(o), by_line(d.spec.outer_rows), sixth(o.fixed.encode * (1.0f / 6.0f)) {}
+      : outer(o), by_line(d.spec.outer_rows), encode(o.fixed.encode), sixth(encode * (1.0f / 6.0f)) {}
 
   __device__ __forceinline__ float scaled(int32_t amax, int line) const {
     return bits_float(static_cast<uint32_t>(amax)) * (by_line ? outer.of_line[line].encode * (1.0f / 6.0f) : sixth);
@@ -144,7 +144,7 @@ struct Fp4Blocks {
   }
   // Whether a quarter of every multiplier is one of FP32's normal numbers.
   __device__ __forceinline__ bool has_quarters(int line) const {
-    return (by_line ? outer.of_line[line].encode : outer.fixed.encode) >= 0x1p-100f;
+    return (by_line ? outer.of_line[line].encode : encode) >= 0x1p-100f;
   }
 };
 
@@ -212,14 +212,14 @@ __device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t,
     }
     const uint32_t code = blocks.code(amax, i);
     const float mult = blocks.multiplier(code, i) * quarter;
-    uint32_t draws[kLine / 2];
-    if (stochastic) row_draws(d.noise, t.m0 + i, t.k0 + j, draws);
-    const auto above = [&](int e) { return above_draw(draws[e / 2], e % 2); };
     uint32_t codes[2];
-    if (stochastic)
-      encode_nibbles(x, mult, code, Signs::of(x), true, above, codes);
-    else
+    if (stochastic) {
+      uint32_t draws[kLine / 2];
+      row_draws(d.noise, t.m0 + i, t.k0 + j, draws);
+      encode_stochastic_along(x, mult, code, [&](int e) { return ~draws[e]; }, codes);
+    } else {
       encode_nearest(x, mult, code, codes);
+    }
     if (i < rows) {
       *reinterpret_cast<uint2*>(to) = {codes[0], codes[1]};
       if (!square || i % kLine == 0) *scale_to = static_cast<uint8_t>(code);
@@ -307,15 +307,17 @@ __device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile&
   const Fp4Blocks blocks(d, sh.col);
   const int staged = fp4_codes_at(j, warp);
   int32_t amaxes[kLaneCols];
+  uint32_t scales = 0;
   MH_UNROLL
   for (int h = 0; h < kLaneCols / 2; ++h) {
+    if (turned) break;
     PairAmax<T> most;
     MH_UNROLL
     for (int r = 0; r < kLine; ++r) most.add(v[r].of[h]);
     amaxes[2 * h] = most.lo(), amaxes[2 * h + 1] = most.hi();
     if (square) amaxes[2 * h] = amaxes[2 * h + 1] = sh.squares[warp][j / kLine];
+    scales |= blocks.codes(amaxes[2 * h], j + 2 * h, amaxes[2 * h + 1], j + 2 * h + 1) << (16 * h);
   }
-  uint32_t scales = blocks.codes(amaxes[0], j, amaxes[1], j + 1) | blocks.codes(amaxes[2], j + 2, amaxes[3], j + 3) << 16;
   MH_UNROLL
   for (int h = 0; h < kLaneCols / 2; ++h) {
     MH_UNROLL
@@ -327,18 +329,19 @@ __device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile&
       float quarter = 1.0f;
       if (turned) {
         const int32_t amax = turned_amax(x, blocks.has_quarters(j + c), quarter);
-        scales = (scales & ~(0xffu << (8 * c))) | blocks.code(amax, j + c) << (8 * c);
+        scales |= blocks.code(amax, j + c) << (8 * c);
       }
       const uint32_t code = scales >> (8 * c) & 0xffu;
       const float mult = blocks.multiplier(code, j + c) * quarter;
-      const auto above = [&](int e) {
-        return permute(draws->of_lane(lane)[e * WarpDraws::kRow + h], 0, half ? 0x4324 : 0x4104);
-      };
       uint32_t codes[2];
-      if (stochastic)
-        encode_nibbles(x, mult, code, Signs::of(x), true, above, codes);
-      else
+      if (stochastic) {
+        const uint32_t* words = draws->of_lane(lane) + h;
+        const auto inverted = [&](int e) { return words[e * WarpDraws::kRow]; };
+        half ? encode_stochastic_down<true>(x, mult, code, inverted, codes)
+             : encode_stochastic_down<false>(x, mult, code, inverted, codes);
+      } else {
         encode_nearest(x, mult, code, codes);
+      }
       *reinterpret_cast<uint2*>(sh.staged() + codes_of_column(staged, c)) = {codes[0], codes[1]};
     }
   }
