@@ -1,9 +1,10 @@
 """Casts on a GPU: time, bandwidth and share of the copy bandwidth measured in the same run (goals P1-P4).
 
-    python scripts/bench_cast.py [--rows 16384 --cols 8192] [--json OUT] [--only mxfp8]
+    python scripts/bench_cast.py [--rows 16384 --cols 8192] [--json OUT] [--only mxfp8] [--any-strips]
 
 Every row rotates among inputs larger than the L2. Results at full size, in memory that was poisoned before, are compared
-with the CPU kernels' byte for byte (`--no-check` leaves that out).
+with the CPU kernels' byte for byte (`--no-check` leaves that out). `--any-strips`: every cast that takes another kernel though
+strips can be cast to its formats, once more by strips.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_hybrid.explain import Table
 from megatron_hybrid.formats import COLUMNWISE, ROWWISE
 from megatron_hybrid.lean import OperandCast
 from megatron_hybrid.ops_triton.swiglu import gradient, swiglu
+from megatron_hybrid.testing.strips import any_strips
 
 DERIVED = "rowwise_dequantized"
 CASES = [  # (goal, rowwise, columnwise, source)
@@ -32,6 +34,12 @@ CASES = [  # (goal, rowwise, columnwise, source)
     ("P1", "nvfp4:row_scaled", "mxfp8_e4m3", DERIVED),
     ("P1", "mxfp8_e4m3", "fp8_block_e4m3", DERIVED),
     ("P1", "nvfp4", "nvfp4", "original"),
+    ("P1", "fp8_block_e4m3", "nvfp4", "original"),
+    ("P1", "fp8_current_e4m3", "nvfp4", "original"),
+    ("P1", "nvfp4:2d", "nvfp4:2d", "original"),
+    ("P1", "nvfp4", None, "original"),
+    ("P1", None, "nvfp4", "original"),
+    ("P1", "nvfp4:row_scaled", None, "original"),
     ("P1", "mxfp8_e4m3", None, "original"),
     ("P1", None, "mxfp8_e4m3", "original"),
     ("P1", "fp8_block_e4m3", None, "original"),
@@ -51,6 +59,9 @@ CASES = [  # (goal, rowwise, columnwise, source)
     ("P3", "mxfp8_e4m3", "nvfp4:rht,sr", "original"),
     ("P3", "fp8_current_e4m3", "nvfp4:rht,sr", "original"),
     ("P3", "fp8_block_e4m3", "nvfp4:rht,sr", "original"),
+    ("P3", "mxfp8_e4m3", "nvfp4:rht", "original"),
+    ("P3", None, "nvfp4:rht,sr", "original"),
+    ("P3", "nvfp4", "nvfp4:rht,sr", "original"),
 ]
 DECODED = [  # (rowwise, columnwise)
     ("fp8_current_e4m3", None), ("fp8_block_e4m3", None), ("mxfp8_e4m3", None), ("nvfp4", None),
@@ -147,6 +158,9 @@ class Bench:
                 run = caster(q, "cuda")
                 nbytes = 0 if self.args.once else needed_bytes(x, q, run(x))
                 self.add(goal, what, run, self.inputs, nbytes, lambda q=q: check(q, x))
+                if self.args.any_strips and not q.derives_columnwise and "nvfp4" in what:
+                    with any_strips():
+                        self.add(goal, f"{what}, by strips", run, self.inputs, nbytes, lambda q=q: check(q, x))
 
     def fused(self):
         """What a cast takes along: sums of columns, SwiGLU of (M, 2F) and its gradient, each beside the same in kernels of
@@ -234,6 +248,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="rows whose name contains one of these")
     parser.add_argument("--once", action="store_true", help="run every row once and measure nothing: for profilers")
     parser.add_argument("--no-check", dest="check", action="store_false")
+    parser.add_argument("--any-strips", action="store_true", help="casts to NVFP4 once more by strips")
     parser.add_argument("--json", help="write the rows, card, versions and commit here")
     parser.add_argument("--commit", help="what to call the source in the JSON where it is no git repository")
     args = parser.parse_args()

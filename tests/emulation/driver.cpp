@@ -220,6 +220,14 @@ FormatSpec random_strip_format(int axis) {
   return {element, rule, axis, block_m, block_k, true, 0.0f, of == kLines, false, false};
 }
 
+// NVFP4 as strips can cast it.
+FormatSpec random_fp4_format(int axis) {
+  const bool square = one_in(4);
+  const int across = square ? 16 : 1;
+  const bool outer_rows = !square && one_in(3), rht = !square && one_in(2);
+  return {Element::e2m1, ScaleRule::e4m3_amax, axis, axis ? 16 : across, axis ? across : 16, false, 0.0f, outer_rows, rht, one_in(2)};
+}
+
 // Makes a cast compute what it casts, SwiGLU or its gradient.
 void compute(Buffers& buffers, PairArgs& p, const Matrix& x) {
   for (QuantizeArgs* a : {&p.row, &p.col})
@@ -232,11 +240,11 @@ void compute(Buffers& buffers, PairArgs& p, const Matrix& x) {
   }
 }
 
-// Rows and columns of a tensor of 16 bits as strips cast them, or one of both.
+// Rows and columns of a tensor of 16 bits as strips cast them or can, or one of both.
 void cast_dense(Buffers& buffers) {
-  constexpr int64_t kShapes[][2] = {{256, 256}, {144, 272}, {400, 132}, {16, 8},
-                                    {130, 136}, {48, 1040}, {3, 8200},  {96, 768}};
-  const auto& shape = kShapes[rng() % 8];
+  constexpr int64_t kShapes[][2] = {{256, 256}, {144, 272}, {400, 132}, {16, 8},   {130, 136},
+                                    {48, 1040}, {3, 8200},  {96, 768},  {160, 80}, {31, 48}};
+  const auto& shape = kShapes[rng() % 10];
   const int64_t pitch = (shape[1] + 7) / 8 * 8 + (one_in(2) ? 8 : 0);
   const Dtype dtype = one_in(2) ? Dtype::bf16 : Dtype::f16;
   const Matrix x{random_rows(buffers, shape[0], pitch), dtype, shape[0], shape[1], pitch, 1};
@@ -247,10 +255,11 @@ void cast_dense(Buffers& buffers) {
   }
   PairArgs p{};
   p.has_row = !one_in(4), p.has_col = !p.has_row || !one_in(4);
+  p.any_strips = !one_in(4);
   for (int axis = 0; axis < 2; ++axis) {
     if (!(axis ? p.has_col : p.has_row)) continue;
     QuantizeArgs& a = axis ? p.col : p.row;
-    a = random_cast(buffers, random_strip_format(axis), x, axis && !one_in(4));
+    a = random_cast(buffers, one_in(2) ? random_fp4_format(axis) : random_strip_format(axis), x, axis && !one_in(4));
     a.noop = noop;
   }
   p.row.x = x;

@@ -149,9 +149,12 @@ UNSEEN uint32_t exchange(uint32_t value, int lanes_away) {
 
 // Kernels started so far; a test reads it.
 extern "C" __attribute__((visibility("default"))) int emulated_launches = 0;
+// Dynamic shared memory of the last one.
+extern "C" __attribute__((visibility("default"))) int emulated_shared_bytes = 0;
 
 UNSEEN void emulate(unsigned grid, int shared_bytes, uintptr_t, const std::function<void()>& kernel) {
   ++emulated_launches;
+  emulated_shared_bytes = shared_bytes;
   using namespace emulation;
   if (!threads) {
     threads = new Thread[kThreads];

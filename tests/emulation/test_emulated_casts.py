@@ -32,8 +32,9 @@ sys.path += [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / folde
 from build import build_module, build_program  # noqa: E402
 from linear_cases import recipe  # noqa: E402
 from test_cast_pair import (  # noqa: E402
-    FORMATS, LAYOUTS, NOOP_PAIRS, SHAPES, STRIP_COMPUTED, STRIP_FORMATS, assert_same, check_noop, check_strips,
-    check_whole_rows, computed_strip_cases, empty, lay_out, new_rng, new_states, panel_sums, strip_cases,
+    FORMATS, FP4_STRIPS, LAYOUTS, NOOP_PAIRS, SHAPES, STRIP_COMPUTED, STRIP_FORMATS, assert_same, check_fp4_strips,
+    check_noop, check_strips, check_whole_rows, computed_strip_cases, empty, lay_out, new_rng, new_states, panel_sums,
+    strip_cases,
 )  # fmt: skip
 from test_decode_operands import check_every_pair, check_factors, check_pair  # noqa: E402
 from test_node import Library, layers, results  # noqa: E402
@@ -102,6 +103,31 @@ def test_rows_and_columns_in_registers(emulated, row):
         outs, states = [n and empty(n, d, x, t) for n, d, t in zip(names, DIRECTIONS, transposed)], new_states(names, "cpu")
         cast_emulated(emulated, outs, x, states, new_rng("cpu", *x.shape), amaxes=amaxes)
         check_strips(x, names, amaxes, transposed, outs, states)
+
+
+@pytest.mark.parametrize("name", FP4_STRIPS)
+def test_nvfp4_in_registers(emulated, name):
+    """Where strips fit, no tile is in shared memory: copies of rows and random bits are 32 KiB each."""
+    shared = ctypes.c_int.in_dll(ctypes.CDLL(emulated.__file__), "emulated_shared_bytes")
+
+    def run(outs, x, states, amaxes, rng):
+        cast_emulated(emulated, outs, x, states, rng, amaxes=amaxes, any_strips=True)
+        if outs[1] and x.shape[0] % 32 in (0, 31 if outs[1].format.bits == 4 else 0) and x.shape[1] % 16 == 0:
+            assert shared.value in (0, 32768, 65536)
+
+    check_fp4_strips(name, "cpu", run)
+
+
+@pytest.mark.parametrize("any_strips", [False, True])
+def test_nvfp4_of_transposed_memory(emulated, any_strips):
+    """A kernel that sees the transpose writes scales apart from each other, and draws by the place in the tensor itself."""
+    shared = ctypes.c_int.in_dll(ctypes.CDLL(emulated.__file__), "emulated_shared_bytes")
+    x, transposed = cast_input(make_input("normal", (160, 256)), "bfloat16").T.contiguous().T, (False, True)
+    for names in (("nvfp4:sr", "nvfp4"), ("nvfp4", "nvfp4:rht,sr"), ("mxfp8_e4m3", "nvfp4:rht"), ("nvfp4:row_scaled", "nvfp4")):
+        outs = [empty(n, d, x, t) for n, d, t in zip(names, DIRECTIONS, transposed)]
+        cast_emulated(emulated, outs, x, (None, None), new_rng("cpu", *x.shape), any_strips=any_strips)
+        assert (shared.value in (0, 32768, 65536)) == any_strips
+        check_strips(x, names, (None, None), transposed, outs, (None, None), lambda device: new_rng(device, *x.shape))
 
 
 @pytest.mark.parametrize("names", [

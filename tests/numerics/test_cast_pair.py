@@ -17,6 +17,7 @@ from megatron_hybrid.scaling import DelayedState
 from megatron_hybrid.storage import QuantizedStorage, cast, cast_pair, derive_columnwise
 from megatron_hybrid.testing.assertions import assert_bitwise_equal
 from megatron_hybrid.testing.generators import cast_input, make_input
+from megatron_hybrid.testing.strips import any_strips
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 on_gpu = [pytest.mark.gpu, no_gpu]
@@ -76,6 +77,42 @@ def strip_cases(row):
             yield x, (row, col), amaxes, (turn % 7 == 0, turn % 5 != 0)
 
 
+# NVFP4 by strips, beside itself and beside FP8; tiles cut by M, by K and by both, a last nibble, and what strips do not fit
+FP4_STRIPS = ("nvfp4", "nvfp4:2d", "nvfp4:row_scaled", "nvfp4:rht", "nvfp4:rht,sr", "nvfp4:row_scaled,rht,sr")
+FP4_BESIDE = (*FP4_STRIPS, None, "fp8_block_e4m3", "mxfp8_e4m3", "fp8_rowwise_e5m2", "fp8_delayed_e4m3", "fp8_block_e4m3:2d")
+FP4_SHAPES = ((256, 128), (160, 272), (416, 144), (32, 16), (31, 48), (130, 136))
+
+
+def fp4_strip_cases(name):
+    """(x, (row, col), amaxes, rng): `name` as rows and as columns beside every other; amaxes None, usual, tiny and huge."""
+    pairs = [(name, other) for other in FP4_BESIDE] + [(other, name) for other in FP4_BESIDE if other not in FP4_STRIPS]
+    for turn, (names, shape) in enumerate(itertools.product(pairs, FP4_SHAPES), 5 * FP4_STRIPS.index(name)):
+        kind, dtype = ("normal", "special", "tiny", "huge")[turn % 4], ("bfloat16", "bfloat16", "float16")[turn // 4 % 3]
+        made = make_input("normal" if kind == "huge" else kind, shape)
+        x = cast_input(made * 2.0**124 if kind == "huge" and dtype == "bfloat16" else made, dtype)
+        if turn // 3 % 3 == 1:  # rows of a wider tensor
+            wide = torch.full((shape[0], (shape[1] + 23) // 8 * 8), float("nan"), dtype=x.dtype)
+            wide[:, : shape[1]] = x
+            x = wide[:, : shape[1]]
+        amaxes = [None, None]
+        for d, one in enumerate(names):
+            size = parse_format(one).amax_shape(*shape, DIRECTIONS[d]) if one else None
+            if size is not None and "delayed" not in one and turn // (2 + d) % 3:
+                uniform = torch.rand(size, generator=torch.Generator().manual_seed(turn)) + 0.5
+                amaxes[d] = uniform * (1.0, 2e38, 2.0**-140, 0.0)[turn % 7 if turn % 7 < 4 else 0]
+        off = 16 if turn % 3 else 5  # whether eight draws of a call are neighbours
+        yield x, names, amaxes, lambda device, off=off, width=shape[1]: mh.Rng(7, 11, 13, 0, (64, 8, width + off), device=device)
+
+
+def check_fp4_strips(name, device, run):
+    """`run(outs, x, states, amaxes, rng)` casts a case on `device`."""
+    for x, names, amaxes, rng in fp4_strip_cases(name):
+        there, states, transposed = lay_out_again(x, device), new_states(names, device), (False, True)
+        outs = [n and empty(n, d, there, t) for n, d, t in zip(names, DIRECTIONS, transposed)]
+        run(outs, there, states, [None if a is None else a.to(device) for a in amaxes], rng(device))
+        check_strips(x, names, amaxes, transposed, outs, states, rng)
+
+
 def lay_out_again(x, device):
     """`x` on `device` with the strides that it has. Its memory ends at whole 16 bytes: the copies of csrc/cuda's tiles are
     16 bytes, of which they read as many as there are (`cp.async`'s last operand), but memcheck counts all of them."""
@@ -84,13 +121,13 @@ def lay_out_again(x, device):
     return there.copy_(x)
 
 
-def check_strips(x, names, amaxes, transposed, outs, states):
+def check_strips(x, names, amaxes, transposed, outs, states, rng=lambda device: None):
     """`outs` and histories of one call against the CPU's of a direction at a time."""
     what = f"{names} {tuple(x.shape)} {x.stride()} {x.dtype} {transposed}"
     for out, name, direction, amax, turned, state in zip(outs, names, DIRECTIONS, amaxes, transposed, states):
         if name:
             (own,) = new_states([name], "cpu")
-            expected = cast(x, parse_format(name), direction, amax=amax, state=own, transposed=turned)
+            expected = cast(x, parse_format(name), direction, amax=amax, state=own, transposed=turned, rng=rng("cpu"))
             assert_same(out, expected, f"{what} {direction}")
             if own is not None:
                 assert_bitwise_equal(state.history, own.history, f"{what} {direction}: history", any_nan=True)
@@ -232,6 +269,18 @@ def test_every_pair(device, row):
 def test_rows_and_columns_in_registers(device, row):
     """Amaxes known, not known and collected, rows apart, cut tiles, empty tensors; either direction alone too."""
     check_strip_cases(row, device)
+
+
+@on_devices
+@pytest.mark.parametrize("name", FP4_STRIPS)
+def test_nvfp4_in_registers(device, name):
+    """By strips, though other kernels are chosen: amaxes known and not, of all sizes, huge numbers, cut tiles, random bits."""
+
+    def run(outs, x, states, amaxes, rng):
+        with any_strips():
+            cast_pair(*outs, x, amax=amaxes, state=states, rng=rng)
+
+    check_fp4_strips(name, device, run)
 
 
 @on_devices
