@@ -23,6 +23,17 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t one, uint32_t other) {
 #endif
 }
 
+// 1 / x of a number from 1 up to 2, about as near as FP32 has it.
+__device__ __forceinline__ float approximate_inverse(float x) {
+#if defined(__CUDACC__)
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+#else
+  return 1.0f / x;
+#endif
+}
+
 // A half word here is a sign and, from bit 9 up, a magnitude: E2M1's three bits in the upper byte, above a first bit of
 // fraction. FP16 numbers below 2^-14 are evenly spaced and those above have the spacing of its powers of two, as E2M1's are
 // around 1: x 2^-14 in FP16 has the bits of x's code, with nine more of a fraction.
@@ -37,13 +48,27 @@ __device__ __forceinline__ uint32_t nearest_halves(float low, float high) {
   return multiply_halves(store_pair<Float16>(low * kSpread, high * kSpread), kBack << 16 | kBack);
 }
 
+// The same of numbers whose half words go to the nearest code with ties up, by cutting.
+__device__ __forceinline__ uint32_t cut_halves(float low, float high) {
+#if defined(__CUDACC__)
+  uint32_t pair;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  const auto cut = [](float x) {
+    const uint32_t near = Float16::store(x);
+    return near - (fabsf(Float16::load(static_cast<uint16_t>(near))) > fabsf(x));
+  };
+  return cut(low) | cut(high) << 16;
+#endif
+}
+
 // Codes of four pairs of numbers (a number and the next but one): eight nibbles, the first in the lowest.
 struct HalfWords {
   uint32_t even[2], odd[2];
 
-  template <bool rounded>
   __device__ __forceinline__ uint32_t codes() const {
-    constexpr uint32_t kUpperBytes = 0x7531, kHalf = rounded ? 0x08080808u : 0u;
+    constexpr uint32_t kUpperBytes = 0x7531, kHalf = 0x08080808u;
     const uint32_t a = permute(even[0], even[1], kUpperBytes), b = permute(odd[0], odd[1], kUpperBytes);
     const uint32_t first = select_bits<0x80808080u>(a, a * 8u + kHalf);  // a code is the upper half of a byte
     const uint32_t second = select_bits<0x80808080u>(b, b * 8u + kHalf);
@@ -55,7 +80,7 @@ struct HalfWords {
 __device__ __forceinline__ uint32_t nearest_codes(const float (&y)[8]) {
   const HalfWords h = {{nearest_halves(y[0], y[2]), nearest_halves(y[4], y[6])},
                        {nearest_halves(y[1], y[3]), nearest_halves(y[5], y[7])}};
-  return h.codes<true>();
+  return h.codes();
 }
 
 // A number of magnitude below 7, rounded down to FP32's steps below 2^-126 (e2m1_stochastic), plus one of two draws less 64 *
@@ -89,59 +114,189 @@ __device__ __forceinline__ uint32_t stochastic_codes(const uint32_t (&sums)[8]) 
 // largest, which may have been cut, and NaN. They are rare.
 __device__ __forceinline__ bool is_rare_scale(uint32_t scale) { return scale - 8u >= E4M3::kNan - 1 - 8u; }
 
-// Then the products, cut, stand for the numbers; those of a block with a NaN have the code 0.
-template <int n>
-__device__ __forceinline__ void cut_products(float (&x)[n], float& mult, uint32_t scale) {
+// What a line's numbers are, times 4 where it is `turned` and the transform's last factor is left to the multiplier.
+template <bool turned>
+constexpr float kLineFactor = turned ? 0.25f : 1.0f;
+
+// The products of a line. Where products may be above 7, or the multiplier times the factor below FP32's normal numbers, which
+// is rare, they are made step by step, and cut; those of a block with a NaN are 0.
+template <bool turned>
+__device__ __forceinline__ float prepare_line(float (&x)[kLine], float mult, uint32_t scale) {
+  constexpr float kFactor = kLineFactor<turned>;
+  if (!is_rare_scale(scale) && (!turned || mult >= 0x1p-124f)) return mult * kFactor;
   MH_UNROLL
-  for (int e = 0; e < n; ++e) {
-    const float y = fminf(fmaxf(x[e] * mult, -E2M1::kMax), E2M1::kMax);
+  for (int e = 0; e < kLine; ++e) {
+    const float y = fminf(fmaxf(x[e] * kFactor * mult, -E2M1::kMax), E2M1::kMax);
     x[e] = scale == E4M3::kNan ? 0.0f : y;
   }
-  mult = 1.0f;
+  return 1.0f;
 }
 
 // Nearest codes of a line. `scale`: its block's E4M3 code. Overwrites x where that is rare.
+template <bool turned = false>
 __device__ __forceinline__ void encode_nearest(float (&x)[kLine], float mult, uint32_t scale, uint32_t (&out)[2]) {
-  if (is_rare_scale(scale)) cut_products(x, mult, scale);
+  const float factor = prepare_line<turned>(x, mult, scale);
   MH_UNROLL
   for (int h = 0; h < 2; ++h) {
     float y[8];
     MH_UNROLL
-    for (int e = 0; e < 8; ++e) y[e] = x[8 * h + e] * mult;
+    for (int e = 0; e < 8; ++e) y[e] = x[8 * h + e] * factor;
     out[h] = nearest_codes(y);
+  }
+}
+
+// Most multipliers m meet no tie that E2M1 rounds down: no 16-bit x has a product x * m, rounded to FP32, of 1/4 or 5/4 times a
+// power of two. For those ties may go up, and products need no second factor. `kept_ties`: m if it is such a multiplier, of a
+// block whose scale is not rare, and -m (or NaN) if not. An x as near as that is 1/m or 5/4/m (to 2^-21, more than the
+// reciprocal is wrong), rounded to the bits that x has; one bit more where x is above a power of two.
+template <class T>
+__device__ __forceinline__ float tie_free(float mult, uint32_t scale) {
+  constexpr int kBits = std::is_same_v<T, BFloat16> ? 8 : 11;
+  constexpr float kGrid = 1.5f * static_cast<float>(1 << (23 - kBits));
+  const float m = bits_float((float_bits(mult) & 0x7fffffu) | 0x3f800000u), inverse = approximate_inverse(m);
+  const float x = (inverse + kGrid) - kGrid, y = fmaf(inverse, 1.25f, kGrid) - kGrid;
+  const bool ties = x * m == 1.0f || y * m == 1.25f || is_rare_scale(scale) || mult < 0x1p-110f;
+  return ties ? -mult : mult;
+}
+
+// Nearest codes of a line of 16-bit numbers, by what tie_free made of its multiplier. Overwrites x where that is not positive.
+__device__ __forceinline__ void encode_tie_free(float (&x)[kLine], float marked, uint32_t scale, uint32_t (&out)[2]) {
+  float factor = marked * 0x1p-14f;
+  if (!(marked > 0.0f)) {
+    MH_UNROLL
+    for (int e = 0; e < kLine; e += 2) {
+      const auto product = [&](int at) {
+        const float y = fminf(fmaxf(x[at] * -marked, -E2M1::kMax), E2M1::kMax);
+        return scale == E4M3::kNan ? 0.0f : y;
+      };
+      const uint32_t halves = nearest_halves(product(e), product(e + 1));
+      x[e] = load_raw<Float16>(static_cast<uint16_t>(halves)), x[e + 1] = load_raw<Float16>(static_cast<uint16_t>(halves >> 16));
+    }
+    factor = 1.0f;
+  }
+  MH_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    uint32_t p[2][2];
+    MH_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const float* at = x + 8 * h + i / 2 * 4 + i % 2;
+      p[i % 2][i / 2] = cut_halves(at[0] * factor, at[2] * factor);
+    }
+    out[h] = HalfWords{{p[0][0], p[0][1]}, {p[1][0], p[1][1]}}.codes();
   }
 }
 
 // Stochastic codes of a line along M, the one on the right of two where `right`: `inverted(e)` has the draws of row e in both,
 // each of them 65535 less the random bits.
-template <bool right, class Inverted>
+template <bool turned, bool right, class Inverted>
 __device__ __forceinline__ void encode_stochastic_down(float (&x)[kLine], float mult, uint32_t scale, Inverted&& inverted,
                                                        uint32_t (&out)[2]) {
-  if (is_rare_scale(scale)) cut_products(x, mult, scale);
+  const float factor = prepare_line<turned>(x, mult, scale);
   MH_UNROLL
   for (int h = 0; h < 2; ++h) {
     uint32_t sums[8];
     MH_UNROLL
-    for (int e = 0; e < 8; ++e) sums[e] = add_draw<right>(x[8 * h + e] * mult, inverted(8 * h + e));
+    for (int e = 0; e < 8; ++e) sums[e] = add_draw<right>(x[8 * h + e] * factor, inverted(8 * h + e));
     out[h] = stochastic_codes(sums);
   }
 }
 
 // The same of a line along K: `inverted(e)` has the draws of its elements 2e and 2e + 1.
-template <class Inverted>
+template <bool turned, class Inverted>
 __device__ __forceinline__ void encode_stochastic_along(float (&x)[kLine], float mult, uint32_t scale, Inverted&& inverted,
                                                         uint32_t (&out)[2]) {
-  if (is_rare_scale(scale)) cut_products(x, mult, scale);
+  const float factor = prepare_line<turned>(x, mult, scale);
   MH_UNROLL
   for (int h = 0; h < 2; ++h) {
     uint32_t sums[8];
     MH_UNROLL
     for (int e = 0; e < 8; e += 2) {
       const uint32_t two = inverted(4 * h + e / 2);
-      sums[e] = add_draw<0>(x[8 * h + e] * mult, two);
-      sums[e + 1] = add_draw<1>(x[8 * h + e + 1] * mult, two);
+      sums[e] = add_draw<0>(x[8 * h + e] * factor, two);
+      sums[e + 1] = add_draw<1>(x[8 * h + e + 1] * factor, two);
     }
     out[h] = stochastic_codes(sums);
+  }
+}
+
+// hadamard16 of a line of 16-bit numbers but for the last factor, 1/4, which is exact: such numbers, and so their sums, are
+// multiples of 2^-133 or more. Returns the bits of the transform's amax, of any NaN where it has one.
+__device__ __forceinline__ int32_t turn_line(float (&x)[kLine]) {
+  constexpr int kHalf = kLine / 2;
+  MH_UNROLL
+  for (int i = 0; i < kLine; ++i)
+    if (kHadamardSigns >> i & 1) x[i] = -x[i];
+  MH_UNROLL
+  for (int step = 1; step < kHalf; step *= 2) {
+    MH_UNROLL
+    for (int i = 0; i < kLine; ++i) {
+      if (i & step) continue;
+      const float a = x[i], b = x[i + step];
+      x[i] = a + b, x[i + step] = a - b;
+    }
+  }
+  // |a| + |b| is the larger of |a + b| and |a - b|, unless it is Inf, where one of them may be NaN
+  uint32_t most = 0;
+  MH_UNROLL
+  for (int i = 0; i < kHalf; i += 2)
+    most = max(max(most, float_bits(fabsf(x[i]) + fabsf(x[i + kHalf]))), float_bits(fabsf(x[i + 1]) + fabsf(x[i + 1 + kHalf])));
+  MH_UNROLL
+  for (int i = 0; i < kHalf; ++i) {
+    const float a = x[i], b = x[i + kHalf];
+    x[i] = a + b, x[i + kHalf] = a - b;
+  }
+  if (most >= static_cast<uint32_t>(kInfBits)) return line_amax(x);
+  return abs_bits(bits_float(most) * 0.25f);
+}
+
+// Draws of n calls, groups first, first + step, ... of one upper word, each 65535 less the random bits: word w of call i is
+// out[i][w]. Two rounds are the same for all calls but for one of their products.
+template <int n>
+__device__ __forceinline__ void inverted_draws_near(const RandomKey& key, uint64_t first, uint32_t step, uint32_t (&out)[n][4]) {
+  using Ops = WordOps<uint32_t>;
+  constexpr uint32_t kM0 = 0xD2511F53u, kM1 = 0xCD9E8D57u, kStep0 = 0x9E3779B9u, kStep1 = 0xBB67AE85u;
+  uint32_t k0 = key.seed, k1 = key.tensor_id;
+  uint32_t c0[n], c1[n], c2[n], c3[n];
+  const uint64_t all_counter = Ops::product(key.counter, kM1);
+  const uint32_t all_c0 = Ops::high(all_counter) ^ static_cast<uint32_t>(first >> 32) ^ k0, all_c1 = Ops::low(all_counter);
+  const uint64_t all_product = Ops::product(all_c0, kM0);
+  const uint32_t all_high = Ops::high(all_product) ^ (k1 + kStep1), all_direction = key.direction ^ k1;
+  const uint32_t all_key = all_c1 ^ (k0 + kStep0);
+  MH_UNROLL
+  for (int i = 0; i < n; ++i) {
+    const auto p0 = Ops::product(static_cast<uint32_t>(first) + static_cast<uint32_t>(i) * step, kM0);
+    const auto p1 = Ops::product(Ops::high(p0) ^ all_direction, kM1);
+    c0[i] = Ops::high(p1) ^ all_key, c1[i] = Ops::low(p1), c2[i] = all_high ^ Ops::low(p0), c3[i] = Ops::low(all_product);
+  }
+  k0 += kStep0, k1 += kStep1;
+  MH_UNROLL
+  for (int round = 2; round < 10; ++round) {
+    k0 += kStep0, k1 += kStep1;
+    const uint32_t x0 = round == 9 ? ~k0 : k0, x1 = round == 9 ? ~k1 : k1;
+    MH_UNROLL
+    for (int i = 0; i < n; ++i) {
+      const auto p0 = Ops::product(c0[i], kM0), p1 = Ops::product(c2[i], kM1);
+      c0[i] = Ops::high(p1) ^ c1[i] ^ x0, c1[i] = Ops::low(p1), c2[i] = Ops::high(p0) ^ c3[i] ^ x1, c3[i] = Ops::low(p0);
+    }
+  }
+  MH_UNROLL
+  for (int i = 0; i < n; ++i) out[i][0] = c0[i], out[i][1] = ~c1[i], out[i][2] = c2[i], out[i][3] = ~c3[i];
+}
+
+__device__ __noinline__ inline uint4 inverted_call(const RandomKey key, uint64_t group) {
+  uint32_t out[1][4];
+  inverted_draws_near(key, group, 0, out);
+  return {out[0][0], out[0][1], out[0][2], out[0][3]};
+}
+
+// The same whatever the upper words are.
+template <int n>
+__device__ __forceinline__ void inverted_draws(const RandomKey& key, uint64_t first, uint32_t step, uint32_t (&out)[n][4]) {
+  if ((first + static_cast<uint64_t>(n - 1) * step) >> 32 == first >> 32) return inverted_draws_near(key, first, step, out);
+  MH_UNROLL
+  for (int i = 0; i < n; ++i) {
+    const uint4 w = inverted_call(key, first + static_cast<uint64_t>(i) * step);
+    out[i][0] = w.x, out[i][1] = w.y, out[i][2] = w.z, out[i][3] = w.w;
   }
 }
 

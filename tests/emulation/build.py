@@ -56,8 +56,8 @@ def build_driver(folder: Path, sanitizer: str) -> Path:
 
 
 def build_program(folder: Path, name: str) -> Path:
-    """`codes` or `decode`: compares codes that lines make, or decodes inside a product, with the definition; without
-    emulated threads."""
+    """`codes`, `fp4_codes` or `decode`: compares codes that lines make, or decodes inside a product, with the definition;
+    without emulated threads."""
     program = folder / name
     objects = compile_all(folder, [HERE / f"{name}.cpp", HERE / "emulate.cpp"], ["-O2"])
     subprocess.run(["g++", *objects, "-o", str(program)], check=True)

@@ -50,7 +50,7 @@ def emulated(tmp_path_factory):
     return module
 
 
-@pytest.mark.parametrize("name", ["codes", "decode"])
+@pytest.mark.parametrize("name", ["codes", "fp4_codes", "decode"])
 def test_codes(tmp_path, name):
     """Every magnitude that rounding to E2M1 can see, nearest and stochastic, and blocks under all sizes of scales; decodes
     inside a product of every code under every scale, and their order."""
