@@ -188,7 +188,7 @@ __device__ __forceinline__ void encode_tie_free(float (&x)[kLine], float marked,
 
 // Stochastic codes of a line along M, the one on the right of two where `right`: `inverted(e)` has the draws of row e in both,
 // each of them 65535 less the random bits.
-template <bool turned, bool right, class Inverted>
+template <bool right, bool turned = false, class Inverted>
 __device__ __forceinline__ void encode_stochastic_down(float (&x)[kLine], float mult, uint32_t scale, Inverted&& inverted,
                                                        uint32_t (&out)[2]) {
   const float factor = prepare_line<turned>(x, mult, scale);
@@ -202,7 +202,7 @@ __device__ __forceinline__ void encode_stochastic_down(float (&x)[kLine], float 
 }
 
 // The same of a line along K: `inverted(e)` has the draws of its elements 2e and 2e + 1.
-template <bool turned, class Inverted>
+template <bool turned = false, class Inverted>
 __device__ __forceinline__ void encode_stochastic_along(float (&x)[kLine], float mult, uint32_t scale, Inverted&& inverted,
                                                         uint32_t (&out)[2]) {
   const float factor = prepare_line<turned>(x, mult, scale);

@@ -81,8 +81,8 @@ bool line_fails(const float (&x)[kLine], float mult, uint32_t scale, bool neares
   const auto word = [&](int e) { return along[e]; };
   const auto left = [&](int e) { return down[0][e]; }, right = [&](int e) { return down[1][e]; };
   return codes_differ("along", x, mult, [&](auto& v, auto& out) { encode_stochastic_along<turned>(v, mult, scale, word, out); }, drawn) ||
-         codes_differ("left", x, mult, [&](auto& v, auto& out) { encode_stochastic_down<turned, false>(v, mult, scale, left, out); }, drawn) ||
-         codes_differ("right", x, mult, [&](auto& v, auto& out) { encode_stochastic_down<turned, true>(v, mult, scale, right, out); }, drawn);
+         codes_differ("left", x, mult, [&](auto& v, auto& out) { encode_stochastic_down<false, turned>(v, mult, scale, left, out); }, drawn) ||
+         codes_differ("right", x, mult, [&](auto& v, auto& out) { encode_stochastic_down<true, turned>(v, mult, scale, right, out); }, drawn);
 }
 
 // All 16-bit numbers that a block with this scale may hold. A block without a NaN has none.
