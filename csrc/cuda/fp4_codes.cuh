@@ -69,9 +69,10 @@ struct HalfWords {
 
   __device__ __forceinline__ uint32_t codes() const {
     constexpr uint32_t kUpperBytes = 0x7531, kHalf = 0x08080808u;
+    constexpr uint32_t kEight = 0x80000008u;  // 8, and a bit that a sign replaces: else it is a shift of the integer pipe
     const uint32_t a = permute(even[0], even[1], kUpperBytes), b = permute(odd[0], odd[1], kUpperBytes);
-    const uint32_t first = select_bits<0x80808080u>(a, a * 8u + kHalf);  // a code is the upper half of a byte
-    const uint32_t second = select_bits<0x80808080u>(b, b * 8u + kHalf);
+    const uint32_t first = select_bits<0x80808080u>(a, a * kEight + kHalf);  // a code is the upper half of a byte
+    const uint32_t second = select_bits<0x80808080u>(b, b * kEight + kHalf);
     return select_bits<0x0f0f0f0fu>(first >> 4, second);
   }
 };
