@@ -35,13 +35,14 @@ __device__ __forceinline__ float approximate_inverse(float x) {
 }
 
 // A half word here is a sign and, from bit 9 up, a magnitude: E2M1's three bits in the upper byte, above a first bit of
-// fraction. FP16 numbers below 2^-14 are evenly spaced and those above have the spacing of its powers of two, as E2M1's are
-// around 1: x 2^-14 in FP16 has the bits of x's code, with nine more of a fraction.
+// fraction. FP16 numbers below 2^-14 are evenly spaced and those above have the spacing of its powers of two, as E2M1's
+// are around 1: x 2^-14 in FP16 has the bits of x's code, with nine more of a fraction.
 
-// Two numbers, of magnitudes below 7, to half words of which the code is the nearest integer. Rounding to FP16 would lose on
-// which side of a half a number was, were it not for the factor 1 + 2^-9: halves of codes, n + 1/2, are then moved by
-// (2n + 1) / 2 units of FP16, to the middle between two of its numbers, and there ties go to where they go in E2M1. The
-// second factor, somewhat under the inverse of the first, moves what lies above to the half and what lies below under it.
+// Two numbers, of magnitudes below 7, to half words of which the code is the nearest integer. Rounding to FP16 would
+// lose on which side of a half a number was, were it not for the factor 1 + 2^-9: halves of codes, n + 1/2, are then
+// moved by (2n + 1) / 2 units of FP16, to the middle between two of its numbers, and there ties go to where they go in
+// E2M1. The second factor, somewhat under the inverse of the first, moves what lies above to the half and what lies
+// below under it.
 __device__ __forceinline__ uint32_t nearest_halves(float low, float high) {
   constexpr float kSpread = 0x1p-14f * (1.0f + 0x1p-9f);
   constexpr uint32_t kBack = 0x3bfb;  // 1 - 5 * 2^-11
@@ -69,7 +70,7 @@ struct HalfWords {
 
   __device__ __forceinline__ uint32_t codes() const {
     constexpr uint32_t kUpperBytes = 0x7531, kHalf = 0x08080808u;
-    constexpr uint32_t kEight = 0x80000008u;  // 8, and a bit that a sign replaces: else it is a shift of the integer pipe
+    constexpr uint32_t kEight = 0x80000008u;  // 8, and a bit that a sign replaces: no shift
     const uint32_t a = permute(even[0], even[1], kUpperBytes), b = permute(odd[0], odd[1], kUpperBytes);
     const uint32_t first = select_bits<0x80808080u>(a, a * kEight + kHalf);  // a code is the upper half of a byte
     const uint32_t second = select_bits<0x80808080u>(b, b * kEight + kHalf);
@@ -84,15 +85,15 @@ __device__ __forceinline__ uint32_t nearest_codes(const float (&y)[8]) {
   return h.codes();
 }
 
-// A number of magnitude below 7, rounded down to FP32's steps below 2^-126 (e2m1_stochastic), plus one of two draws less 64 *
-// 65535: its code is in bits 22 to 25, under the sign's. `inverted`: two draws, each of them 65535 less the random bits.
-template <int half>
-__device__ __forceinline__ uint32_t add_draw(float y, uint32_t inverted) {
+// A number of magnitude below 7, rounded down to FP32's steps below 2^-126 (e2m1_stochastic), plus one of two draws
+// less 64 * 65535: its code is in bits 22 to 25, under the sign's. `inverted`: two draws, each of them 65535 less the
+// random bits.
+__device__ __forceinline__ uint32_t add_draw(float y, uint32_t inverted, bool upper) {
   const uint32_t bits = float_bits(__fmul_rz(y, 0x1p-126f));
 #if defined(__CUDACC__)
-  return __dp2a_lo(inverted, half ? 64u << 8 : 64u, bits);
+  return __dp2a_lo(inverted, upper ? 64u << 8 : 64u, bits);
 #else
-  return (half ? inverted >> 16 : inverted & 0xffffu) * 64u + bits;
+  return (upper ? inverted >> 16 : inverted & 0xffffu) * 64u + bits;
 #endif
 }
 
@@ -119,8 +120,8 @@ __device__ __forceinline__ bool is_rare_scale(uint32_t scale) { return scale - 8
 template <bool turned>
 constexpr float kLineFactor = turned ? 0.25f : 1.0f;
 
-// The products of a line. Where products may be above 7, or the multiplier times the factor below FP32's normal numbers, which
-// is rare, they are made step by step, and cut; those of a block with a NaN are 0.
+// The products of a line. Where products may be above 7, or the multiplier times the factor below FP32's normal
+// numbers, which is rare, they are made step by step, and cut; those of a block with a NaN are 0.
 template <bool turned>
 __device__ __forceinline__ float prepare_line(float (&x)[kLine], float mult, uint32_t scale) {
   constexpr float kFactor = kLineFactor<turned>;
@@ -146,10 +147,11 @@ __device__ __forceinline__ void encode_nearest(float (&x)[kLine], float mult, ui
   }
 }
 
-// Most multipliers m meet no tie that E2M1 rounds down: no 16-bit x has a product x * m, rounded to FP32, of 1/4 or 5/4 times a
-// power of two. For those ties may go up, and products need no second factor. `kept_ties`: m if it is such a multiplier, of a
-// block whose scale is not rare, and -m (or NaN) if not. An x as near as that is 1/m or 5/4/m (to 2^-21, more than the
-// reciprocal is wrong), rounded to the bits that x has; one bit more where x is above a power of two.
+// Most multipliers m meet no tie that E2M1 rounds down: no 16-bit x has a product x * m, rounded to FP32, of 1/4 or 5/4
+// times a power of two. For those ties may go up, and products need no second factor. `kept_ties`: m if it is such a
+// multiplier, of a block whose scale is not rare, and -m (or NaN) if not. An x as near as that is 1/m or 5/4/m (to
+// 2^-21, more than the reciprocal is wrong), rounded to the bits that x has; one bit more where x is above a power of
+// two.
 template <class T>
 __device__ __forceinline__ float tie_free(float mult, uint32_t scale) {
   constexpr int kBits = std::is_same_v<T, BFloat16> ? 8 : 11;
@@ -160,7 +162,8 @@ __device__ __forceinline__ float tie_free(float mult, uint32_t scale) {
   return ties ? -mult : mult;
 }
 
-// Nearest codes of a line of 16-bit numbers, by what tie_free made of its multiplier. Overwrites x where that is not positive.
+// Nearest codes of a line of 16-bit numbers, by what tie_free made of its multiplier. Overwrites x where that is not
+// positive.
 __device__ __forceinline__ void encode_tie_free(float (&x)[kLine], float marked, uint32_t scale, uint32_t (&out)[2]) {
   float factor = marked * 0x1p-14f;
   if (!(marked > 0.0f)) {
@@ -171,7 +174,8 @@ __device__ __forceinline__ void encode_tie_free(float (&x)[kLine], float marked,
         return scale == E4M3::kNan ? 0.0f : y;
       };
       const uint32_t halves = nearest_halves(product(e), product(e + 1));
-      x[e] = load_raw<Float16>(static_cast<uint16_t>(halves)), x[e + 1] = load_raw<Float16>(static_cast<uint16_t>(halves >> 16));
+      x[e] = load_raw<Float16>(static_cast<uint16_t>(halves));
+      x[e + 1] = load_raw<Float16>(static_cast<uint16_t>(halves >> 16));
     }
     factor = 1.0f;
   }
@@ -187,41 +191,39 @@ __device__ __forceinline__ void encode_tie_free(float (&x)[kLine], float marked,
   }
 }
 
-// Stochastic codes of a line along M, the one on the right of two where `right`: `inverted(e)` has the draws of row e in both,
-// each of them 65535 less the random bits.
-template <bool right, bool turned = false, class Inverted>
-__device__ __forceinline__ void encode_stochastic_down(float (&x)[kLine], float mult, uint32_t scale, Inverted&& inverted,
-                                                       uint32_t (&out)[2]) {
+// Stochastic codes of a line: `sum(e, y)` is a number and its draw.
+template <bool turned, class Sum>
+__device__ __forceinline__ void encode_sums(float (&x)[kLine], float mult, uint32_t scale, Sum&& sum,
+                                            uint32_t (&out)[2]) {
   const float factor = prepare_line<turned>(x, mult, scale);
   MH_UNROLL
   for (int h = 0; h < 2; ++h) {
     uint32_t sums[8];
     MH_UNROLL
-    for (int e = 0; e < 8; ++e) sums[e] = add_draw<right>(x[8 * h + e] * factor, inverted(8 * h + e));
+    for (int e = 0; e < 8; ++e) sums[e] = sum(8 * h + e, x[8 * h + e] * factor);
     out[h] = stochastic_codes(sums);
   }
+}
+
+// Of a line along M, the one on the right of two where `right`: `inverted(e)` has the draws of row e in both, each of
+// them 65535 less the random bits.
+template <bool right, bool turned = false, class Inverted>
+__device__ __forceinline__ void encode_stochastic_down(float (&x)[kLine], float mult, uint32_t scale,
+                                                       Inverted&& inverted, uint32_t (&out)[2]) {
+  const auto sum = [&](int e, float y) { return add_draw(y, inverted(e), right); };
+  encode_sums<turned>(x, mult, scale, sum, out);
 }
 
 // The same of a line along K: `inverted(e)` has the draws of its elements 2e and 2e + 1.
 template <bool turned = false, class Inverted>
-__device__ __forceinline__ void encode_stochastic_along(float (&x)[kLine], float mult, uint32_t scale, Inverted&& inverted,
-                                                        uint32_t (&out)[2]) {
-  const float factor = prepare_line<turned>(x, mult, scale);
-  MH_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    uint32_t sums[8];
-    MH_UNROLL
-    for (int e = 0; e < 8; e += 2) {
-      const uint32_t two = inverted(4 * h + e / 2);
-      sums[e] = add_draw<0>(x[8 * h + e] * factor, two);
-      sums[e + 1] = add_draw<1>(x[8 * h + e + 1] * factor, two);
-    }
-    out[h] = stochastic_codes(sums);
-  }
+__device__ __forceinline__ void encode_stochastic_along(float (&x)[kLine], float mult, uint32_t scale,
+                                                        Inverted&& inverted, uint32_t (&out)[2]) {
+  const auto sum = [&](int e, float y) { return add_draw(y, inverted(e / 2), e % 2); };
+  encode_sums<turned>(x, mult, scale, sum, out);
 }
 
-// hadamard16 of a line of 16-bit numbers but for the last factor, 1/4, which is exact: such numbers, and so their sums, are
-// multiples of 2^-133 or more. Returns the bits of the transform's amax, of any NaN where it has one.
+// hadamard16 of a line of 16-bit numbers but for the last factor, 1/4, which is exact: such numbers, and so their sums,
+// are multiples of 2^-133 or more. Returns the bits of the transform's amax, of any NaN where it has one.
 __device__ __forceinline__ int32_t turn_line(float (&x)[kLine]) {
   constexpr int kHalf = kLine / 2;
   MH_UNROLL
@@ -237,10 +239,10 @@ __device__ __forceinline__ int32_t turn_line(float (&x)[kLine]) {
     }
   }
   // |a| + |b| is the larger of |a + b| and |a - b|, unless it is Inf, where one of them may be NaN
+  const auto larger = [&](int i) { return float_bits(fabsf(x[i]) + fabsf(x[i + kHalf])); };
   uint32_t most = 0;
   MH_UNROLL
-  for (int i = 0; i < kHalf; i += 2)
-    most = max(max(most, float_bits(fabsf(x[i]) + fabsf(x[i + kHalf]))), float_bits(fabsf(x[i + 1]) + fabsf(x[i + 1 + kHalf])));
+  for (int i = 0; i < kHalf; i += 2) most = max(max(most, larger(i)), larger(i + 1));  // one instruction
   MH_UNROLL
   for (int i = 0; i < kHalf; ++i) {
     const float a = x[i], b = x[i + kHalf];
@@ -250,24 +252,24 @@ __device__ __forceinline__ int32_t turn_line(float (&x)[kLine]) {
   return abs_bits(bits_float(most) * 0.25f);
 }
 
-// Draws of n calls, groups first, first + step, ... of one upper word, each 65535 less the random bits: word w of call i is
-// out[i][w]. Two rounds are the same for all calls but for one of their products.
+// Draws of n calls, groups first, first + step, ... of one upper word, each 65535 less the random bits: word w of call
+// i is out[i][w]. Two rounds are the same for all calls but for one of their products.
 template <int n>
-__device__ __forceinline__ void inverted_draws_near(const RandomKey& key, uint64_t first, uint32_t step, uint32_t (&out)[n][4]) {
+__device__ __forceinline__ void inverted_draws_near(const RandomKey& key, uint64_t first, uint32_t step,
+                                                    uint32_t (&out)[n][4]) {
   using Ops = WordOps<uint32_t>;
   constexpr uint32_t kM0 = 0xD2511F53u, kM1 = 0xCD9E8D57u, kStep0 = 0x9E3779B9u, kStep1 = 0xBB67AE85u;
   uint32_t k0 = key.seed, k1 = key.tensor_id;
   uint32_t c0[n], c1[n], c2[n], c3[n];
   const uint64_t all_counter = Ops::product(key.counter, kM1);
-  const uint32_t all_c0 = Ops::high(all_counter) ^ static_cast<uint32_t>(first >> 32) ^ k0, all_c1 = Ops::low(all_counter);
-  const uint64_t all_product = Ops::product(all_c0, kM0);
-  const uint32_t all_high = Ops::high(all_product) ^ (k1 + kStep1), all_direction = key.direction ^ k1;
-  const uint32_t all_key = all_c1 ^ (k0 + kStep0);
+  const uint64_t all_product = Ops::product(Ops::high(all_counter) ^ static_cast<uint32_t>(first >> 32) ^ k0, kM0);
+  const uint32_t all_direction = key.direction ^ k1, all_high = Ops::high(all_product) ^ (k1 + kStep1);
+  const uint32_t all_low = Ops::low(all_product), all_key = Ops::low(all_counter) ^ (k0 + kStep0);
   MH_UNROLL
   for (int i = 0; i < n; ++i) {
     const auto p0 = Ops::product(static_cast<uint32_t>(first) + static_cast<uint32_t>(i) * step, kM0);
     const auto p1 = Ops::product(Ops::high(p0) ^ all_direction, kM1);
-    c0[i] = Ops::high(p1) ^ all_key, c1[i] = Ops::low(p1), c2[i] = all_high ^ Ops::low(p0), c3[i] = Ops::low(all_product);
+    c0[i] = Ops::high(p1) ^ all_key, c1[i] = Ops::low(p1), c2[i] = all_high ^ Ops::low(p0), c3[i] = all_low;
   }
   k0 += kStep0, k1 += kStep1;
   MH_UNROLL
@@ -277,7 +279,8 @@ __device__ __forceinline__ void inverted_draws_near(const RandomKey& key, uint64
     MH_UNROLL
     for (int i = 0; i < n; ++i) {
       const auto p0 = Ops::product(c0[i], kM0), p1 = Ops::product(c2[i], kM1);
-      c0[i] = Ops::high(p1) ^ c1[i] ^ x0, c1[i] = Ops::low(p1), c2[i] = Ops::high(p0) ^ c3[i] ^ x1, c3[i] = Ops::low(p0);
+      c0[i] = Ops::high(p1) ^ c1[i] ^ x0, c1[i] = Ops::low(p1);
+      c2[i] = Ops::high(p0) ^ c3[i] ^ x1, c3[i] = Ops::low(p0);
     }
   }
   MH_UNROLL
@@ -292,8 +295,10 @@ __device__ __noinline__ inline uint4 inverted_call(const RandomKey key, uint64_t
 
 // The same whatever the upper words are.
 template <int n>
-__device__ __forceinline__ void inverted_draws(const RandomKey& key, uint64_t first, uint32_t step, uint32_t (&out)[n][4]) {
-  if ((first + static_cast<uint64_t>(n - 1) * step) >> 32 == first >> 32) return inverted_draws_near(key, first, step, out);
+__device__ __forceinline__ void inverted_draws(const RandomKey& key, uint64_t first, uint32_t step,
+                                               uint32_t (&out)[n][4]) {
+  const uint64_t last = first + static_cast<uint64_t>(n - 1) * step;
+  if (last >> 32 == first >> 32) return inverted_draws_near(key, first, step, out);
   MH_UNROLL
   for (int i = 0; i < n; ++i) {
     const uint4 w = inverted_call(key, first + static_cast<uint64_t>(i) * step);
