@@ -11,10 +11,14 @@ constexpr int kBlocksAcross = kTile / kLine;      // of a row of the tile
 constexpr int kRowsAcross = kWarp / kBlocksAcross;  // whose blocks a warp takes at once
 constexpr int kScaleCodes = 128;
 
+// Whether lines are encoded by what tie_free (fp4_codes.cuh) made of the tensor's multipliers.
+template <class T, Kind kind>
+constexpr bool kTieFree = kind == Kind::fp4 && std::is_same_v<T, BFloat16>;
+
 // What is known of a direction before the cast.
 struct Fp4Outer {
   OuterScale fixed;                // of the tensor
-  float multipliers[kScaleCodes];  // of its blocks, by the E4M3 code of the scale
+  float multipliers[kScaleCodes];  // of its blocks, by the E4M3 code of the scale; as tie_free marks them for kTieFree
   OuterScale of_line[kTile];       // of rows or columns, where each has one
 };
 
@@ -83,6 +87,7 @@ __device__ __forceinline__ void load_strip(const Matrix& x, const Tile& t, Strip
 }
 
 // What is known before the cast, by one warp; a barrier ends it. `first`, `lines`: of those that have a scale each.
+template <class T, Kind kind>
 __device__ __forceinline__ void load_fp4_outer(const Direction& d, int64_t first, int lines, int lane, Fp4Outer& to) {
   constexpr int kEach = kTile / kWarp;
   static_assert(kScaleCodes == kTile);
@@ -98,7 +103,8 @@ __device__ __forceinline__ void load_fp4_outer(const Direction& d, int64_t first
     const int code = n * kWarp + lane;
     float scale, zero;
     decode_pair<E4M3>(static_cast<uint32_t>(code), scale, zero);
-    to.multipliers[code] = nvfp4_multiplier_of(scale, outer.inverse);
+    const float mult = nvfp4_multiplier_of(scale, outer.inverse);
+    to.multipliers[code] = kTieFree<T, kind> ? tie_free<T>(mult, static_cast<uint32_t>(code)) : mult;
   }
 }
 
@@ -142,38 +148,30 @@ struct Fp4Blocks {
     decode_pair<E4M3>(code, scale, zero);
     return nvfp4_multiplier_of(scale, outer.of_line[line].inverse);
   }
-  // Whether a quarter of every multiplier is one of FP32's normal numbers.
-  __device__ __forceinline__ bool has_quarters(int line) const {
-    return (by_line ? outer.of_line[line].encode : encode) >= 0x1p-100f;
-  }
 };
 
-// The transform without its factor of 1/4, which is left to the multiplier: it is exact, of these sums too (they are
-// multiples of what a 16-bit number is a multiple of).
-__device__ __forceinline__ void turn(float (&x)[kLine]) {
-  MH_UNROLL
-  for (int e = 0; e < kLine; ++e)
-    if (kHadamardSigns >> e & 1) x[e] = -x[e];
-  MH_UNROLL
-  for (int step = 1; step < kLine; step *= 2) {
-    MH_UNROLL
-    for (int e = 0; e < kLine; ++e) {
-      if (e & step) continue;
-      const float a = x[e], b = x[e + step];
-      x[e] = a + b, x[e + step] = a - b;
-    }
+// Codes of a block of numbers, of `turned` ones as turn_line leaves them. `draws(e)`: the inverted draws of element e and,
+// along K, of its neighbour; `right`: of the two that a word has down M, the block's are the second.
+template <class T, Kind kind, bool kDown, bool right, class Draws>
+__device__ __forceinline__ void encode_block(const Fp4Blocks& blocks, const FormatSpec& spec, bool turned, float (&x)[kLine],
+                                             float mult, uint32_t code, Draws&& draws, uint32_t (&codes)[2]) {
+  if constexpr (kind == Kind::fp4) {
+    if (kTieFree<T, kind> && !blocks.by_line)
+      encode_tie_free(x, mult, code, codes);
+    else
+      encode_nearest(x, mult, code, codes);
+  } else {
+    const auto encode = [&](auto is_turned) {
+      constexpr bool kTurned = decltype(is_turned)::value;
+      if (!spec.sr)
+        encode_nearest<kTurned>(x, mult, code, codes);
+      else if constexpr (kDown)
+        encode_stochastic_down<right, kTurned>(x, mult, code, draws, codes);
+      else
+        encode_stochastic_along<kTurned>(x, mult, code, draws, codes);
+    };
+    turned ? encode(std::true_type{}) : encode(std::false_type{});
   }
-}
-
-// The amax of a block after the transform, which leaves x, or four times it: then `quarter` is 1/4.
-__device__ __forceinline__ int32_t turned_amax(float (&x)[kLine], bool has_quarters, float& quarter) {
-  turn(x);
-  quarter = has_quarters ? 0.25f : 1.0f;
-  if (!has_quarters) {
-    MH_UNROLL
-    for (int e = 0; e < kLine; ++e) x[e] = x[e] * 0.25f;
-  }
-  return abs_bits(bits_float(static_cast<uint32_t>(line_amax(x))) * quarter);
 }
 
 // Casts a warp's rows.
@@ -183,7 +181,7 @@ __device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t,
   const int block = lane % kBlocksAcross, row = warp * kWarpRows + lane / kBlocksAcross, j = block * kLine;
   const uint4* low = held_rows.of + lane / kBlocksAcross * WarpRows::kChunks + WarpRows::at(2 * block);
   const uint4* high = held_rows.of + lane / kBlocksAcross * WarpRows::kChunks + WarpRows::at(2 * block + 1);
-  const bool square = is_square(d.spec), stochastic = kind == Kind::fp4_mixed && d.spec.sr;
+  const bool square = is_square(d.spec), turned = kind == Kind::fp4_mixed && d.spec.rht;
   const int rows = j < t.cols ? t.rows : 0;
   const int64_t pitch = kRowsAcross * held(d.pitch), scale_step = kRowsAcross * held(d.scale_step_m);
   uint8_t* to = d.codes + (t.m0 + row) * d.pitch + (t.k0 + j) / 2;
@@ -199,9 +197,8 @@ __device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t,
     MH_UNROLL
     for (int e = 0; e < kLine / 2; ++e) x[2 * e] = line[e].lo(), x[2 * e + 1] = line[e].hi();
     int32_t amax;
-    float quarter = 1.0f;
-    if (kind == Kind::fp4_mixed && d.spec.rht) {
-      amax = turned_amax(x, blocks.has_quarters(i), quarter);
+    if (turned) {
+      amax = turn_line(x);
     } else if (square) {
       amax = sh.squares[warp][block];
     } else {
@@ -211,15 +208,10 @@ __device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t,
       amax = most.both();
     }
     const uint32_t code = blocks.code(amax, i);
-    const float mult = blocks.multiplier(code, i) * quarter;
-    uint32_t codes[2];
-    if (stochastic) {
-      uint32_t draws[kLine / 2];
-      row_draws(d.noise, t.m0 + i, t.k0 + j, draws);
-      encode_stochastic_along(x, mult, code, [&](int e) { return ~draws[e]; }, codes);
-    } else {
-      encode_nearest(x, mult, code, codes);
-    }
+    uint32_t draws[kLine / 2], codes[2];
+    if (kind == Kind::fp4_mixed && d.spec.sr) row_draws(d.noise, t.m0 + i, t.k0 + j, draws);
+    const auto inverted = [&](int e) { return ~draws[e]; };
+    encode_block<T, kind, false, false>(blocks, d.spec, turned, x, blocks.multiplier(code, i), code, inverted, codes);
     if (i < rows) {
       *reinterpret_cast<uint2*>(to) = {codes[0], codes[1]};
       if (!square || i % kLine == 0) *scale_to = static_cast<uint8_t>(code);
@@ -244,27 +236,29 @@ __device__ __forceinline__ int codes_of_column(int first, int c) {
 // Of the tile's columns from k0 on and the warp's rows from m0 on.
 __device__ __forceinline__ void fill_draws(const Noise& noise, int64_t m0, int64_t k0, WarpDraws& draws) {
   constexpr int kAtOnce = 4, kAcross = kTile / kDrawsPerCall, kApart = kWarp / kAcross;  // rows
-  constexpr int kTimes = kWarpRows / kApart;
   const int lane = threadIdx.x % kWarp;
-  const int64_t i = m0 + lane / kAcross, j = k0 + lane % kAcross * kDrawsPerCall;
   const RandomKey key = random_key(noise.values, noise.axis);
-  const uint64_t first = noise.index(i, j) / kDrawsPerCall, step = kApart * noise.values[kGlobalCols] / kDrawsPerCall;
-  const bool simple = noise.aligned() && !noise.row_ids && (first + kTimes * step) >> 32 == first >> 32;
-  if (__reduce_max_sync(kAllLanes, simple ? 0 : 1) == 0) {
-    Several<kAtOnce> high, low;
-    MH_UNROLL
-    for (int n = 0; n < kAtOnce; ++n)
-      high.v[n] = static_cast<uint32_t>(first >> 32), low.v[n] = static_cast<uint32_t>(first + n * step);
+  if (noise.aligned()) {
+    const int64_t i = m0 + lane / kAcross, j = k0 + lane % kAcross * kDrawsPerCall;
+    const int64_t step = kApart * noise.values[kGlobalCols] / kDrawsPerCall;
+    uint64_t first = noise.index(i, j) / kDrawsPerCall;
     uint4* to = &draws.of[lane / kAcross][lane % kAcross];
 #pragma unroll 1
-    for (int times = 0; times < kTimes; times += kAtOnce) {
-      const auto w = random_words(key, low, high);
-      MH_UNROLL
-      for (int n = 0; n < kAtOnce; ++n) {
-        to[n * kApart * kAcross] = {~w.c0.v[n], ~w.c1.v[n], ~w.c2.v[n], ~w.c3.v[n]};
-        low.v[n] += static_cast<uint32_t>(kAtOnce * step);
+    for (int r = 0; r < kWarpRows; r += kAtOnce * kApart) {
+      uint32_t words[kAtOnce][4];
+      if (noise.row_ids || step >> 32) {
+        MH_UNROLL
+        for (int n = 0; n < kAtOnce; ++n) {
+          const uint4 w = inverted_call(key, noise.index(i + r + n * kApart, j) / kDrawsPerCall);
+          words[n][0] = w.x, words[n][1] = w.y, words[n][2] = w.z, words[n][3] = w.w;
+        }
+      } else {
+        inverted_draws(key, first, static_cast<uint32_t>(step), words);
       }
-      to += kAtOnce * kApart * kAcross;
+      MH_UNROLL
+      for (int n = 0; n < kAtOnce; ++n)
+        to[(r + n * kApart) * kAcross] = {words[n][0], words[n][1], words[n][2], words[n][3]};
+      first += static_cast<uint64_t>(kAtOnce * step);
     }
   } else {
     uint32_t* to = draws.of_lane(lane);
@@ -302,7 +296,7 @@ template <class T, Kind kind, bool kAgain, class Shared>
 __device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile& t, const Strip<T>& v, WarpDraws* draws,
                                                  Shared& sh) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, i0 = warp * kWarpRows, j = lane * kLaneCols;
-  const bool square = is_square(d.spec), stochastic = kind == Kind::fp4_mixed && d.spec.sr;
+  const bool square = is_square(d.spec);
   const bool turned = kind == Kind::fp4_mixed && d.spec.rht && i0 + kLine <= t.rows;
   const Fp4Blocks blocks(d, sh.col);
   const int staged = fp4_codes_at(j, warp);
@@ -326,22 +320,13 @@ __device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile&
       float x[kLine];
       MH_UNROLL
       for (int r = 0; r < kLine; ++r) x[r] = kAgain ? converted_again(v[r].of[h], half) : number(v[r].of[h], half);
-      float quarter = 1.0f;
-      if (turned) {
-        const int32_t amax = turned_amax(x, blocks.has_quarters(j + c), quarter);
-        scales |= blocks.code(amax, j + c) << (8 * c);
-      }
+      if (turned) scales |= blocks.code(turn_line(x), j + c) << (8 * c);
       const uint32_t code = scales >> (8 * c) & 0xffu;
-      const float mult = blocks.multiplier(code, j + c) * quarter;
+      const float mult = blocks.multiplier(code, j + c);
+      const auto inverted = [&](int e) { return draws->of_lane(lane)[e * WarpDraws::kRow + h]; };
       uint32_t codes[2];
-      if (stochastic) {
-        const uint32_t* words = draws->of_lane(lane) + h;
-        const auto inverted = [&](int e) { return words[e * WarpDraws::kRow]; };
-        half ? encode_stochastic_down<true>(x, mult, code, inverted, codes)
-             : encode_stochastic_down<false>(x, mult, code, inverted, codes);
-      } else {
-        encode_nearest(x, mult, code, codes);
-      }
+      half ? encode_block<T, kind, true, true>(blocks, d.spec, turned, x, mult, code, inverted, codes)
+           : encode_block<T, kind, true, false>(blocks, d.spec, turned, x, mult, code, inverted, codes);
       *reinterpret_cast<uint2*>(sh.staged() + codes_of_column(staged, c)) = {codes[0], codes[1]};
     }
   }
@@ -365,9 +350,11 @@ __device__ __forceinline__ void put_fp4_columns(const Direction& d, const Tile& 
   }
 }
 
-// Thread blocks that a multiprocessor runs at once.
+// Thread blocks that a multiprocessor runs at once: three for options, which need 80 registers a thread, and for the
+// shared memory of NVFP4 rows beside FP8 columns.
 template <class T, Kind row, Kind col>
-constexpr int kFp4StripBlocks = row == Kind::fp4_mixed || col == Kind::fp4_mixed || !std::is_same_v<T, BFloat16> ? 3 : 4;
+constexpr int kFp4StripBlocks =
+    row == Kind::fp4_mixed || col == Kind::fp4_mixed || (kIsFp4<row> && col == Kind::fp8) ? 3 : 4;
 
 template <class T, Kind row, Kind col>
 __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
@@ -387,8 +374,8 @@ __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
   const Known known(row8, col8);
   Strip<T> v[1];
   load_strip<T>(a.x, t, v[0]);
-  if (kRow4 && warp == 0) load_fp4_outer(a.row, t.m0, t.rows, lane, sh.row);
-  if (kCol4 && warp == kWarps / 2) load_fp4_outer(a.col, t.k0, t.cols, lane, sh.col);
+  if (kRow4 && warp == 0) load_fp4_outer<T, row>(a.row, t.m0, t.rows, lane, sh.row);
+  if (kCol4 && warp == kWarps / 2) load_fp4_outer<T, col>(a.col, t.k0, t.cols, lane, sh.col);
   if constexpr (kCol8) preset_columns<T>(a.col, t, sh.strip);
   if constexpr (kRow8) preset_rows<T>(a.row, t, sh.strip);
   if (draws) fill_draws(a.col.noise, t.m0 + warp * kWarpRows, t.k0, reinterpret_cast<WarpDraws&>(dynamic[warp]));
