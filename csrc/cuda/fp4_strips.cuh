@@ -17,9 +17,11 @@ constexpr bool kTieFree = kind == Kind::fp4 && std::is_same_v<T, BFloat16>;
 
 // What is known of a direction before the cast.
 struct Fp4Outer {
-  OuterScale fixed;                // of the tensor
-  float multipliers[kScaleCodes];  // of its blocks, by the E4M3 code of the scale; as tie_free marks them for kTieFree
-  OuterScale of_line[kTile];       // of rows or columns, where each has one
+  OuterScale fixed;  // of the tensor
+  union {
+    float multipliers[kScaleCodes];  // of its blocks, by the E4M3 code of the scale; as tie_free marks them for kTieFree
+    OuterScale of_line[kTile];       // of rows or columns, where each has one
+  };
 };
 
 struct Fp4Staging {
