@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fp4_codes.cuh"
+#include "panels.cuh"
 #include "strip_casts.cuh"
 
 namespace mh::cuda {
@@ -368,7 +369,13 @@ __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
   if (a.noop && *a.noop) return;
   if constexpr (kRow8) store_preset_scales(a.row, a.x.rows);
   if constexpr (kCol8) store_preset_scales(a.col, a.x.cols);
-  const Tile t = a.tiling.tile(blockIdx.x);
+  Item item{false, true, 0, blockIdx.x};
+  if constexpr (kRow4) {
+    item = item_of(a, blockIdx.x);
+    if (item.look) look<T>(a, item);
+    if (!item.cast) return;
+  }
+  const Tile t = a.tiling.tile(item.at);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const bool draws = col == Kind::fp4_mixed && a.col.spec.sr;
   WarpRows& rows = dynamic[warp + (draws ? kWarps : 0)];
@@ -376,6 +383,10 @@ __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
   const Known known(row8, col8);
   Strip<T> v[1];
   load_strip<T>(a.x, t, v[0]);
+  if (kRow4 && a.panels.done) {
+    if (threadIdx.x == 0) wait_for(a.panels, item.panel);
+    __syncthreads();
+  }
   if (kRow4 && warp == 0) load_fp4_outer<T, row>(a.row, t.m0, t.rows, lane, sh.row);
   if (kCol4 && warp == kWarps / 2) load_fp4_outer<T, col>(a.col, t.k0, t.cols, lane, sh.col);
   if constexpr (kCol8) preset_columns<T>(a.col, t, sh.strip);

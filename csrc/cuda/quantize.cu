@@ -105,6 +105,15 @@ CastArgs cast_args(const PairArgs& p, const Matrix& x, bool swapped, bool backwa
   return a;
 }
 
+// Has the kernel take the row amaxes itself.
+void start_looks(CastArgs& a, const QuantizeArgs& row, const Where& where) {
+  const int64_t rows = a.x.rows;
+  const auto looks_across = static_cast<uint32_t>((a.x.cols + kLookCols - 1) / kLookCols);
+  a.panels = Panels{row.scratch, row.measured, static_cast<uint32_t>((rows + kTile - 1) / kTile), looks_across};
+  a.items += (a.panels.count + std::min(a.panels.count, kAhead)) * looks_across;
+  launch(clear_panels, grid_for((rows + kThreads - 1) / kThreads), 0, where, "quantize", a.panels, rows, a.noop);
+}
+
 // `looks`: the kernel takes the row amaxes itself.
 void launch_pair(const PairArgs& p, bool looks, const Where& where) {
   const QuantizeArgs& any = p.has_col && !p.has_row ? p.col : p.row;
@@ -113,12 +122,7 @@ void launch_pair(const PairArgs& p, bool looks, const Where& where) {
   // after an amax pass, backwards: the end of what that pass read is still in the L2
   CastArgs a = cast_args(p, x, swapped, any_measured(p) && !looks);
   a.noop = any.noop;
-  if (looks) {
-    const auto looks_across = static_cast<uint32_t>((x.cols + kLookCols - 1) / kLookCols);
-    a.panels = Panels{p.row.scratch, p.row.measured, static_cast<uint32_t>((x.rows + kTile - 1) / kTile), looks_across};
-    a.items += (a.panels.count + std::min(a.panels.count, kAhead)) * looks_across;
-    launch(clear_panels, grid_for((x.rows + kThreads - 1) / kThreads), 0, where, "quantize", a.panels, x.rows, any.noop);
-  }
+  if (looks) start_looks(a, p.row, where);
   const bool has_row = swapped ? p.has_col : p.has_row, has_col = swapped ? p.has_row : p.has_col;
   const Kind row = has_row ? kind_of(a.row.spec) : Kind::none, col = has_col ? kind_of(a.col.spec) : Kind::none;
   by_dtype(x.dtype, [&](auto t) { launch_cast<decltype(t)>(a, row, col, where); });
@@ -173,7 +177,7 @@ bool measures_lines(bool has, const QuantizeArgs& a) {
 
 // Takes the amaxes asked for and casts by strips; false, and nothing done, where these do not fit. Amaxes of columns, and
 // of rows in the same read, are taken by strips too; those of rows alone where the cast holds whole rows. Those of rows
-// beside columns that need none are taken on the way of another cast (panels.cuh), which is left to it.
+// beside columns that need none are taken on the way (panels.cuh): FP8's of another cast, which is left to it.
 bool cast_by_strips(const PairArgs& p, const Where& where) {
   if (p.derived || p.sums || !(p.has_row || p.has_col)) return false;
   const Matrix x = matrix_of(p);
@@ -192,12 +196,16 @@ bool cast_by_strips(const PairArgs& p, const Where& where) {
   s.of_rows = row_lines ? reinterpret_cast<int32_t*>(of_rows.measured) : nullptr;
   s.of_columns = column_lines ? reinterpret_cast<int32_t*>(of_columns.measured) : nullptr;
   if (row_lines && !cols && fits_whole_rows(s.cast)) return launch_whole_rows(s, where), true;
-  const bool looks = can_look(p) && !column_lines && !p.any_strips;
-  if (looks || !fits_dense_strips(s.cast, rows, cols, p.any_strips)) return false;
+  const bool looked_for = can_look(p) && !column_lines, looks = looked_for && is_fp4(s.cast.row);
+  if (looked_for && !looks && !p.any_strips) return false;
+  if (!fits_dense_strips(s.cast, rows, cols, p.any_strips)) return false;
   // of few rows the other pass needs no zeros before
   const bool columns_alone = column_lines && s.cast.x.rows > kTile && !(rows && is_measured(of_rows));
-  columns_alone || (row_lines && column_lines) ? launch_dense_amaxes(s, where) : measure(p, where);
-  s.cast.tiling.backwards = any_measured(p);
+  PairArgs others = p;
+  others.has_row = p.has_row && !looks;
+  columns_alone || (row_lines && column_lines) ? launch_dense_amaxes(s, where) : measure(others, where);
+  if (looks) start_looks(s.cast, p.row, where);
+  s.cast.tiling.backwards = any_measured(p) && !looks;
   const Kind row = rows ? kind_of(s.cast.row.spec) : Kind::none, col = cols ? kind_of(s.cast.col.spec) : Kind::none;
   if ((rows && is_fp4(s.cast.row)) || (cols && is_fp4(s.cast.col)))
     launch_fp4_strips(s, row, col, where);
