@@ -134,61 +134,54 @@ __device__ __forceinline__ float prepare_line(float (&x)[kLine], float mult, uin
   return 1.0f;
 }
 
-// Nearest codes of a line. `scale`: its block's E4M3 code. Overwrites x where that is rare.
-template <bool turned = false>
-__device__ __forceinline__ void encode_nearest(float (&x)[kLine], float mult, uint32_t scale, uint32_t (&out)[2]) {
-  const float factor = prepare_line<turned>(x, mult, scale);
+// Half words of a line's numbers, each with those of the next but one, to codes.
+template <class Halves>
+__device__ __forceinline__ void encode_halves(const float (&x)[kLine], float factor, Halves&& halves,
+                                              uint32_t (&out)[kLine / 2]) {
   MH_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    float y[8];
-    MH_UNROLL
-    for (int e = 0; e < 8; ++e) y[e] = x[8 * h + e] * factor;
-    out[h] = nearest_codes(y);
+  for (int i = 0; i < kLine / 2; ++i) {
+    const float* at = x + i / 2 * 4 + i % 2;
+    out[i] = halves(at[0] * factor, at[2] * factor);
   }
 }
 
-// Most multipliers m meet no tie that E2M1 rounds down: no 16-bit x has a product x * m, rounded to FP32, of 1/4 or 5/4
-// times a power of two. For those ties may go up, and products need no second factor. `kept_ties`: m if it is such a
-// multiplier, of a block whose scale is not rare, and -m (or NaN) if not. An x as near as that is 1/m or 5/4/m (to
-// 2^-21, more than the reciprocal is wrong), rounded to the bits that x has; one bit more where x is above a power of
-// two.
+__device__ __forceinline__ void pack_halves(const uint32_t (&h)[kLine / 2], uint32_t (&out)[2]) {
+  out[0] = HalfWords{{h[0], h[2]}, {h[1], h[3]}}.codes();
+  out[1] = HalfWords{{h[4], h[6]}, {h[5], h[7]}}.codes();
+}
+
+// Nearest codes of a line. `scale`: its block's E4M3 code. Overwrites x where that is rare.
+template <bool turned = false>
+__device__ __forceinline__ void encode_nearest(float (&x)[kLine], float mult, uint32_t scale, uint32_t (&out)[2]) {
+  uint32_t h[kLine / 2];
+  encode_halves(x, prepare_line<turned>(x, mult, scale), nearest_halves, h);
+  pack_halves(h, out);
+}
+
+// Whether a multiplier m meets no tie that E2M1 rounds down: no 16-bit x has a product x * m, rounded to FP32, of 1/4
+// or 5/4 times a power of two. Then ties may go up, and products need no second factor. An x as near as that is 1/m or
+// 5/4/m (to 2^-21, more than the reciprocal is wrong), rounded to the bits that x has; one bit more where x is above a
+// power of two. Where a tensor's amax G 2^k has 8 bits and a scale S 2^l four, its multiplier is about 2688 / (S G) and
+// meets ties where S G is a multiple of 21: of about half of all such tensors no multiplier does.
 template <class T>
-__device__ __forceinline__ float tie_free(float mult, uint32_t scale) {
+__device__ __forceinline__ bool is_tie_free(float mult) {
   constexpr int kBits = std::is_same_v<T, BFloat16> ? 8 : 11;
   constexpr float kGrid = 1.5f * static_cast<float>(1 << (23 - kBits));
   const float m = bits_float((float_bits(mult) & 0x7fffffu) | 0x3f800000u), inverse = approximate_inverse(m);
   const float x = (inverse + kGrid) - kGrid, y = fmaf(inverse, 1.25f, kGrid) - kGrid;
-  const bool ties = x * m == 1.0f || y * m == 1.25f || is_rare_scale(scale) || mult < 0x1p-110f;
-  return ties ? -mult : mult;
+  return x * m != 1.0f && y * m != 1.25f && mult >= 0x1p-110f;
 }
 
-// Nearest codes of a line of 16-bit numbers, by what tie_free made of its multiplier. Overwrites x where that is not
-// positive.
-__device__ __forceinline__ void encode_tie_free(float (&x)[kLine], float marked, uint32_t scale, uint32_t (&out)[2]) {
-  float factor = marked * 0x1p-14f;
-  if (!(marked > 0.0f)) {
-    MH_UNROLL
-    for (int e = 0; e < kLine; e += 2) {
-      const auto product = [&](int at) {
-        const float y = fminf(fmaxf(x[at] * -marked, -E2M1::kMax), E2M1::kMax);
-        return scale == E4M3::kNan ? 0.0f : y;
-      };
-      const uint32_t halves = nearest_halves(product(e), product(e + 1));
-      x[e] = load_raw<Float16>(static_cast<uint16_t>(halves));
-      x[e + 1] = load_raw<Float16>(static_cast<uint16_t>(halves >> 16));
-    }
-    factor = 1.0f;
-  }
-  MH_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    uint32_t p[2][2];
-    MH_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const float* at = x + 8 * h + i / 2 * 4 + i % 2;
-      p[i % 2][i / 2] = cut_halves(at[0] * factor, at[2] * factor);
-    }
-    out[h] = HalfWords{{p[0][0], p[0][1]}, {p[1][0], p[1][1]}}.codes();
-  }
+// Nearest codes of a line of 16-bit numbers as they are. `tie_free`: whether its multiplier is; which of the two ways a
+// warp goes should be the same for all of its lanes most of the time.
+__device__ __forceinline__ void encode_nearest(float (&x)[kLine], float mult, uint32_t scale, bool tie_free,
+                                               uint32_t (&out)[2]) {
+  uint32_t h[kLine / 2];
+  if (tie_free && !is_rare_scale(scale))
+    encode_halves(x, mult * 0x1p-14f, cut_halves, h);
+  else
+    encode_halves(x, prepare_line<false>(x, mult, scale), nearest_halves, h);
+  pack_halves(h, out);
 }
 
 // Stochastic codes of a line: `sum(e, y)` is a number and its draw.
