@@ -1,5 +1,5 @@
-// NVFP4 by strips (strip.cuh). A block of a column is what a lane holds of it: its amax and its codes need no other lane.
-// Rows go through a warp's own shared memory, from which a lane takes whole blocks of them.
+// NVFP4 by strips (strip.cuh). A block of a column is what a lane holds of it: its amax and its codes need no other
+// lane. Rows go through a warp's own shared memory, from which a lane takes whole blocks of them.
 #pragma once
 
 #include "fp4_codes.cuh"
@@ -8,19 +8,16 @@
 
 namespace mh::cuda {
 
-constexpr int kBlocksAcross = kTile / kLine;      // of a row of the tile
+constexpr int kBlocksAcross = kTile / kLine;        // of a row of the tile
 constexpr int kRowsAcross = kWarp / kBlocksAcross;  // whose blocks a warp takes at once
 constexpr int kScaleCodes = 128;
-
-// Whether lines are encoded by what tie_free (fp4_codes.cuh) made of the tensor's multipliers.
-template <class T, Kind kind>
-constexpr bool kTieFree = kind == Kind::fp4 && std::is_same_v<T, BFloat16>;
 
 // What is known of a direction before the cast.
 struct Fp4Outer {
   OuterScale fixed;  // of the tensor
+  bool tie_free;     // without options: whether its multipliers are (is_tie_free), but for those of rare scales
   union {
-    float multipliers[kScaleCodes];  // of its blocks, by the E4M3 code of the scale; as tie_free marks them for kTieFree
+    float multipliers[kScaleCodes];  // of its blocks, by the E4M3 code of the scale
     OuterScale of_line[kTile];       // of rows or columns, where each has one
   };
 };
@@ -60,20 +57,21 @@ struct WarpDraws {
   static constexpr int kRow = kTile / 2;  // words
   uint4 of[kWarpRows][kTile / kDrawsPerCall];
 
-  __device__ __forceinline__ uint32_t* of_lane(int lane) { return reinterpret_cast<uint32_t*>(of) + lane * (kLaneCols / 2); }
+  __device__ __forceinline__ uint32_t* of_lane(int lane) {
+    return reinterpret_cast<uint32_t*>(of) + lane * (kLaneCols / 2);
+  }
 };
 
-// A warp's part of the dynamic shared memory: draws if there are any, then rows.
 static_assert(sizeof(WarpDraws) == sizeof(WarpRows));
 
 // Reads a warp's strip of a whole tensor, zeros where the tensor ends.
 template <class T>
 __device__ __forceinline__ void load_strip(const Matrix& x, const Tile& t, Strip<T>& v) {
   const int i0 = threadIdx.x / kWarp * kWarpRows, j = threadIdx.x % kWarp * kLaneCols;
-  const uint32_t stride = static_cast<uint32_t>(x.row_stride) * 2u;
-  const char* first = static_cast<const char*>(x.data) + (t.m0 + i0) * stride + (t.k0 + j) * 2;
+  const uint64_t stride = static_cast<uint32_t>(x.row_stride) * 2u;  // bytes, 32 bits of them
+  const char* first = static_cast<const char*>(x.data) + static_cast<uint64_t>(t.m0 + i0) * stride + (t.k0 + j) * 2;
   const auto read = [&](int r) {
-    const uint2 some = *reinterpret_cast<const uint2*>(first + static_cast<uint64_t>(stride) * static_cast<uint32_t>(r));
+    const uint2 some = *reinterpret_cast<const uint2*>(first + stride * static_cast<uint32_t>(r));
     memcpy(&v[r], &some, sizeof some);
   };
   if (t.rows == kTile && t.cols == kTile) {
@@ -92,23 +90,24 @@ __device__ __forceinline__ void load_strip(const Matrix& x, const Tile& t, Strip
 // What is known before the cast, by one warp; a barrier ends it. `first`, `lines`: of those that have a scale each.
 template <class T, Kind kind>
 __device__ __forceinline__ void load_fp4_outer(const Direction& d, int64_t first, int lines, int lane, Fp4Outer& to) {
-  constexpr int kEach = kTile / kWarp;
-  static_assert(kScaleCodes == kTile);
   if (d.spec.outer_rows) {
+    if (lane == 0) to.tie_free = false;
 #pragma unroll 1
     for (int n = lane; n < kTile; n += kWarp) to.of_line[n] = outer_scale<Kind::fp4>(d, first + min(n, lines - 1));
     return;
   }
   const OuterScale outer = outer_scale<Kind::fp4>(d, 0);
-  if (lane == 0) to.fixed = outer;
+  int32_t ties = 0;
 #pragma unroll 1
-  for (int n = 0; n < kEach; ++n) {
-    const int code = n * kWarp + lane;
+  for (int code = lane; code < kScaleCodes; code += kWarp) {
     float scale, zero;
     decode_pair<E4M3>(static_cast<uint32_t>(code), scale, zero);
     const float mult = nvfp4_multiplier_of(scale, outer.inverse);
-    to.multipliers[code] = kTieFree<T, kind> ? tie_free<T>(mult, static_cast<uint32_t>(code)) : mult;
+    to.multipliers[code] = mult;
+    ties |= !is_rare_scale(static_cast<uint32_t>(code)) && !is_tie_free<T>(mult);
   }
+  if constexpr (kind == Kind::fp4) ties = __reduce_max_sync(kAllLanes, ties);
+  if (lane == 0) to.fixed = outer, to.tie_free = !ties;
 }
 
 // Amaxes of the squares that a warp's strip is.
@@ -129,11 +128,11 @@ __device__ __forceinline__ void find_squares(const Strip<T>& v, int32_t (&square
 // Blocks of a direction: their scales' codes and what their elements are multiplied by.
 struct Fp4Blocks {
   const Fp4Outer& outer;
-  bool by_line;
-  float encode, sixth;  // of the tensor
+  bool by_line, tie_free;
+  float sixth;  // of the tensor's encode scale
 
   __device__ __forceinline__ Fp4Blocks(const Direction& d, const Fp4Outer& o)
-      : outer(o), by_line(d.spec.outer_rows), encode(o.fixed.encode), sixth(encode * (1.0f / 6.0f)) {}
+      : outer(o), by_line(d.spec.outer_rows), tie_free(o.tie_free), sixth(o.fixed.encode * (1.0f / 6.0f)) {}
 
   __device__ __forceinline__ float scaled(int32_t amax, int line) const {
     return bits_float(static_cast<uint32_t>(amax)) * (by_line ? outer.of_line[line].encode * (1.0f / 6.0f) : sixth);
@@ -153,16 +152,14 @@ struct Fp4Blocks {
   }
 };
 
-// Codes of a block of numbers, of `turned` ones as turn_line leaves them. `draws(e)`: the inverted draws of element e and,
-// along K, of its neighbour; `right`: of the two that a word has down M, the block's are the second.
+// Codes of a block of numbers, of `turned` ones as turn_line leaves them. `draws(e)`, inverted, and `right`: as
+// encode_stochastic_down and _along take them.
 template <class T, Kind kind, bool kDown, bool right, class Draws>
-__device__ __forceinline__ void encode_block(const Fp4Blocks& blocks, const FormatSpec& spec, bool turned, float (&x)[kLine],
-                                             float mult, uint32_t code, Draws&& draws, uint32_t (&codes)[2]) {
+__device__ __forceinline__ void encode_block(const Fp4Blocks& blocks, const FormatSpec& spec, bool turned,
+                                             float (&x)[kLine], float mult, uint32_t code, Draws&& draws,
+                                             uint32_t (&codes)[2]) {
   if constexpr (kind == Kind::fp4) {
-    if (kTieFree<T, kind> && !blocks.by_line)
-      encode_tie_free(x, mult, code, codes);
-    else
-      encode_nearest(x, mult, code, codes);
+    encode_nearest(x, mult, code, blocks.tie_free, codes);
   } else {
     const auto encode = [&](auto is_turned) {
       constexpr bool kTurned = decltype(is_turned)::value;
@@ -179,11 +176,11 @@ __device__ __forceinline__ void encode_block(const Fp4Blocks& blocks, const Form
 
 // Casts a warp's rows.
 template <class T, Kind kind, class Shared>
-__device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t, const WarpRows& held_rows, Shared& sh) {
+__device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t, const WarpRows& from, Shared& sh) {
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int block = lane % kBlocksAcross, row = warp * kWarpRows + lane / kBlocksAcross, j = block * kLine;
-  const uint4* low = held_rows.of + lane / kBlocksAcross * WarpRows::kChunks + WarpRows::at(2 * block);
-  const uint4* high = held_rows.of + lane / kBlocksAcross * WarpRows::kChunks + WarpRows::at(2 * block + 1);
+  const uint4* low = from.of + lane / kBlocksAcross * WarpRows::kChunks + WarpRows::at(2 * block);
+  const uint4* high = from.of + lane / kBlocksAcross * WarpRows::kChunks + WarpRows::at(2 * block + 1);
   const bool square = is_square(d.spec), turned = kind == Kind::fp4_mixed && d.spec.rht;
   const int rows = j < t.cols ? t.rows : 0;
   const int64_t pitch = kRowsAcross * held(d.pitch), scale_step = kRowsAcross * held(d.scale_step_m);
@@ -223,20 +220,20 @@ __device__ __forceinline__ void cast_fp4_rows(const Direction& d, const Tile& t,
   }
 }
 
-// Where the 8 bytes of a column's rows 16 * warp to 16 * warp + 15 are among the staged codes: neither the lanes that
-// write four columns each nor those that read pieces of columns meet in a bank. That of another warp, or of another of
-// four columns, differs from it in some bits.
+// At which byte the codes of a column's rows 16 * warp to 16 * warp + 15, 8 bytes, are staged: neither the lanes that
+// write four columns each nor those that read pieces of columns meet in a bank. Of two warps it differs in one bit.
 __device__ __forceinline__ int fp4_codes_at(int column, int warp) {
   const int swap = column >> 2 & 1, turn = (column >> 3 & 7) ^ (column >> 1 & 1);
   return ((column ^ swap) * kLinesAcross + (warp ^ turn)) * 8;
 }
-constexpr int kCodesOfNext = kLinesAcross * 8, kCodesOfNextButOne = 2 * kLinesAcross * 8 | 8;
 
+// The same of column c of a lane's four, from that of its first.
 __device__ __forceinline__ int codes_of_column(int first, int c) {
-  return first ^ (c & 1 ? kCodesOfNext : 0) ^ (c & 2 ? kCodesOfNextButOne : 0);
+  constexpr int kNext = kLinesAcross * 8;
+  return first ^ (c & 1 ? kNext : 0) ^ (c & 2 ? 2 * kNext | 8 : 0);
 }
 
-// Of the tile's columns from k0 on and the warp's rows from m0 on.
+// Makes the draws of a warp's rows from m0 on and the tile's columns from k0 on.
 __device__ __forceinline__ void fill_draws(const Noise& noise, int64_t m0, int64_t k0, WarpDraws& draws) {
   constexpr int kAtOnce = 4, kAcross = kTile / kDrawsPerCall, kApart = kWarp / kAcross;  // rows
   const int lane = threadIdx.x % kWarp;
@@ -303,17 +300,16 @@ __device__ __forceinline__ void cast_fp4_columns(const Direction& d, const Tile&
   const bool turned = kind == Kind::fp4_mixed && d.spec.rht && i0 + kLine <= t.rows;
   const Fp4Blocks blocks(d, sh.col);
   const int staged = fp4_codes_at(j, warp);
-  int32_t amaxes[kLaneCols];
-  uint32_t scales = 0;
+  uint32_t scales = 0;  // codes, a byte each
   MH_UNROLL
   for (int h = 0; h < kLaneCols / 2; ++h) {
     if (turned) break;
     PairAmax<T> most;
     MH_UNROLL
     for (int r = 0; r < kLine; ++r) most.add(v[r].of[h]);
-    amaxes[2 * h] = most.lo(), amaxes[2 * h + 1] = most.hi();
-    if (square) amaxes[2 * h] = amaxes[2 * h + 1] = sh.squares[warp][j / kLine];
-    scales |= blocks.codes(amaxes[2 * h], j + 2 * h, amaxes[2 * h + 1], j + 2 * h + 1) << (16 * h);
+    const int32_t of_square = sh.squares[warp][j / kLine];
+    const int32_t first = square ? of_square : most.lo(), second = square ? of_square : most.hi();
+    scales |= blocks.codes(first, j + 2 * h, second, j + 2 * h + 1) << (16 * h);
   }
   MH_UNROLL
   for (int h = 0; h < kLaneCols / 2; ++h) {
@@ -359,10 +355,11 @@ template <class T, Kind row, Kind col>
 constexpr int kFp4StripBlocks =
     row == Kind::fp4_mixed || col == Kind::fp4_mixed || (kIsFp4<row> && col == Kind::fp8) ? 3 : 4;
 
+// Casts a tile. FP8 is cast as cast_strips does (strip_kernels.cuh).
 template <class T, Kind row, Kind col>
 __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
   constexpr bool kRow8 = row == Kind::fp8, kCol8 = col == Kind::fp8, kRow4 = kIsFp4<row>, kCol4 = kIsFp4<col>;
-  MH_DYNAMIC_SHARED(WarpRows, dynamic);
+  MH_DYNAMIC_SHARED(WarpRows, of_warps);  // draws of all warps, if there are any, then rows
   __shared__ Fp4Shared<T, kRow8 || kCol8> shared;
   auto& sh = *held_shared(&shared);
   const CastArgs& a = args.cast;
@@ -378,7 +375,7 @@ __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
   const Tile t = a.tiling.tile(item.at);
   const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
   const bool draws = col == Kind::fp4_mixed && a.col.spec.sr;
-  WarpRows& rows = dynamic[warp + (draws ? kWarps : 0)];
+  WarpRows& rows = of_warps[warp + (draws ? kWarps : 0)];
   const Direction *row8 = kRow8 ? &a.row : nullptr, *col8 = kCol8 ? &a.col : nullptr;
   const Known known(row8, col8);
   Strip<T> v[1];
@@ -391,7 +388,8 @@ __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
   if (kCol4 && warp == kWarps / 2) load_fp4_outer<T, col>(a.col, t.k0, t.cols, lane, sh.col);
   if constexpr (kCol8) preset_columns<T>(a.col, t, sh.strip);
   if constexpr (kRow8) preset_rows<T>(a.row, t, sh.strip);
-  if (draws) fill_draws(a.col.noise, t.m0 + warp * kWarpRows, t.k0, reinterpret_cast<WarpDraws&>(dynamic[warp]));
+  auto* const drawn = reinterpret_cast<WarpDraws*>(of_warps + warp);
+  if (draws) fill_draws(a.col.noise, t.m0 + warp * kWarpRows, t.k0, *drawn);
   if constexpr (kRow4) rows.template put<T>(v[0]);
   int32_t of_tile = 0;
   if constexpr (kRow8 || kCol8) of_tile = look_at_tile<T>(row8, col8, known, v[0], sh.strip);
@@ -406,7 +404,7 @@ __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
     cast_strip_columns<T>(a.col, v[0], sh.strip);
     put_columns(a.col, t, sh.strip.codes, t.rows / kWarpRows);
   }
-  if constexpr (kCol4) cast_fp4_columns<T, col, kRow8>(a.col, t, v[0], reinterpret_cast<WarpDraws*>(&dynamic[warp]), sh);
+  if constexpr (kCol4) cast_fp4_columns<T, col, kRow8>(a.col, t, v[0], drawn, sh);
   if constexpr (kRow4) cast_fp4_rows<T, row>(a.row, t, rows, sh);
   if constexpr (kCol4) {
     __syncthreads();

@@ -9,8 +9,8 @@ import itertools
 
 import torch
 from test_cast_pair import (
-    LAYOUTS, NOOP_PAIRS, STRIP_COMPUTED, STRIP_FORMATS, WHOLE_ROWS, check_noop, check_pair, check_strip_cases,
-    check_whole_rows, empty, lay_out, new_states,
+    FP4_STRIPS, LAYOUTS, NOOP_PAIRS, STRIP_COMPUTED, STRIP_FORMATS, WHOLE_ROWS, by_any_strips, check_fp4_strips, check_noop,
+    check_pair, check_strip_cases, check_whole_rows, empty, lay_out, new_states,
 )  # fmt: skip
 from test_gated_cast import check_computed_strips
 
@@ -85,6 +85,7 @@ def sums_and_gates() -> int:
 def in_registers() -> int:
     """Casts by strips, every kind of scales beside every other; rows held whole; calls that may leave all as it is."""
     calls = sum(check_strip_cases(row, "cuda") for row in STRIP_FORMATS)
+    calls += sum(check_fp4_strips(name, "cuda", by_any_strips) for name in FP4_STRIPS)
     check_whole_rows("cuda", lambda out, x: cast_pair(*((out, None) if out.direction == ROWWISE else (None, out)), x))
     for names in NOOP_PAIRS:
         check_noop(names, "cuda", lambda outs, x, states, noop: cast_pair(*outs, x, state=states, noop=noop))

@@ -77,17 +77,21 @@ def strip_cases(row):
             yield x, (row, col), amaxes, (turn % 7 == 0, turn % 5 != 0)
 
 
-# NVFP4 by strips, beside itself and beside FP8; tiles cut by M, by K and by both, a last nibble, and what strips do not fit
+# NVFP4 by strips, beside itself and beside FP8; tiles cut by M, by K and by both, a last nibble, and what strips do not
+# fit
 FP4_STRIPS = ("nvfp4", "nvfp4:2d", "nvfp4:row_scaled", "nvfp4:rht", "nvfp4:rht,sr", "nvfp4:row_scaled,rht,sr")
-FP4_BESIDE = (*FP4_STRIPS, None, "fp8_block_e4m3", "mxfp8_e4m3", "fp8_rowwise_e5m2", "fp8_delayed_e4m3", "fp8_block_e4m3:2d")
+FP4_BESIDE = (*FP4_STRIPS, None, "fp8_block_e4m3", "mxfp8_e4m3", "fp8_rowwise_e5m2", "fp8_delayed_e4m3",
+              "fp8_block_e4m3:2d")  # fmt: skip
 FP4_SHAPES = ((256, 128), (160, 272), (416, 144), (32, 16), (31, 48), (130, 136))
 
 
 def fp4_strip_cases(name):
-    """(x, (row, col), amaxes, rng): `name` as rows and as columns beside every other; amaxes None, usual, tiny and huge."""
-    pairs = [(name, other) for other in FP4_BESIDE] + [(other, name) for other in FP4_BESIDE if other not in FP4_STRIPS]
+    """(x, (row, col), amaxes, rng): `name` as rows and as columns beside every other; amaxes None, usual, tiny, huge."""
+    pairs = [(name, other) for other in FP4_BESIDE]
+    pairs += [(other, name) for other in FP4_BESIDE if other not in FP4_STRIPS]
     for turn, (names, shape) in enumerate(itertools.product(pairs, FP4_SHAPES), 5 * FP4_STRIPS.index(name)):
-        kind, dtype = ("normal", "special", "tiny", "huge")[turn % 4], ("bfloat16", "bfloat16", "float16")[turn // 4 % 3]
+        kind = ("normal", "special", "tiny", "huge")[turn % 4]
+        dtype = ("bfloat16", "bfloat16", "float16")[turn // 4 % 3]
         made = make_input("normal" if kind == "huge" else kind, shape)
         x = cast_input(made * 2.0**124 if kind == "huge" and dtype == "bfloat16" else made, dtype)
         if turn // 3 % 3 == 1:  # rows of a wider tensor
@@ -100,17 +104,24 @@ def fp4_strip_cases(name):
             if size is not None and "delayed" not in one and turn // (2 + d) % 3:
                 uniform = torch.rand(size, generator=torch.Generator().manual_seed(turn)) + 0.5
                 amaxes[d] = uniform * (1.0, 2e38, 2.0**-140, 0.0)[turn % 7 if turn % 7 < 4 else 0]
-        off = 16 if turn % 3 else 5  # whether eight draws of a call are neighbours
-        yield x, names, amaxes, lambda device, off=off, width=shape[1]: mh.Rng(7, 11, 13, 0, (64, 8, width + off), device=device)
+        global_cols = shape[1] + (16 if turn % 3 else 5)  # whether eight draws of a call are neighbours
+        yield x, names, amaxes, lambda device, K=global_cols: mh.Rng(7, 11, 13, 0, (64, 8, K), device=device)
 
 
-def check_fp4_strips(name, device, run):
-    """`run(outs, x, states, amaxes, rng)` casts a case on `device`."""
-    for x, names, amaxes, rng in fp4_strip_cases(name):
+def by_any_strips(outs, x, states, amaxes, rng):
+    with any_strips():
+        cast_pair(*outs, x, amax=amaxes, state=states, rng=rng)
+
+
+def check_fp4_strips(name, device, run) -> int:
+    """`run(outs, x, states, amaxes, rng)` casts a case on `device`; the number of cases."""
+    cases = list(fp4_strip_cases(name))
+    for x, names, amaxes, rng in cases:
         there, states, transposed = lay_out_again(x, device), new_states(names, device), (False, True)
         outs = [n and empty(n, d, there, t) for n, d, t in zip(names, DIRECTIONS, transposed)]
         run(outs, there, states, [None if a is None else a.to(device) for a in amaxes], rng(device))
         check_strips(x, names, amaxes, transposed, outs, states, rng)
+    return len(cases)
 
 
 def lay_out_again(x, device):
@@ -276,11 +287,7 @@ def test_rows_and_columns_in_registers(device, row):
 def test_nvfp4_in_registers(device, name):
     """By strips, though other kernels are chosen: amaxes known and not, of all sizes, huge numbers, cut tiles, random bits."""
 
-    def run(outs, x, states, amaxes, rng):
-        with any_strips():
-            cast_pair(*outs, x, amax=amaxes, state=states, rng=rng)
-
-    check_fp4_strips(name, device, run)
+    check_fp4_strips(name, device, by_any_strips)
 
 
 @on_devices
