@@ -5,8 +5,8 @@
 
 namespace mh::cuda {
 
-// Whether strips fit the tensor and what its rows, its columns or both are cast to. `any`: also what strips can be cast to
-// and are not (`kStripScales`).
+// Whether strips fit the tensor and what its rows, its columns or both are cast to. `any`: also what strips can be cast
+// to and are not (`kStripScales`).
 bool fits_dense_strips(const CastArgs& args, bool rows, bool cols, bool any);
 void launch_dense_strips(const StripArgs& args, bool rows, bool cols, const Where& where);
 

@@ -239,10 +239,12 @@ inline bool has_strip_scales(const Direction& d, bool StripScales::*as, bool any
 
 inline bool fits_rows(const Direction& d, bool alone, bool any = false) {
   const int width = is_fp4(d) ? kLine / 2 : kLaneCols;  // of a lane's codes
-  return has_strip_scales(d, alone ? &StripScales::rows : &StripScales::pairs, any) && !d.transposed && d.width >= width;
+  const bool has_scales = has_strip_scales(d, alone ? &StripScales::rows : &StripScales::pairs, any);
+  return has_scales && !d.transposed && d.width >= width;
 }
 inline bool fits_columns(const Direction& d, bool alone, bool any = false) {
-  return has_strip_scales(d, alone ? &StripScales::columns : &StripScales::pairs, any) && d.transposed && d.width == kVector;
+  const bool has_scales = has_strip_scales(d, alone ? &StripScales::columns : &StripScales::pairs, any);
+  return has_scales && d.transposed && d.width == kVector;
 }
 
 }  // namespace mh::cuda

@@ -94,7 +94,8 @@ struct RowWeights {
 // amaxes. A row payload is of all groups' rows, as without groups. What `gate` or `grad` computes is times `weights`, of
 // 16 bits and read 16 bytes at a time; a gradient's halves are whole tiles of 128 columns.
 //
-// `any_strips`: CUDA only, the cast goes by strips wherever it can, also where another is chosen: for tests and measurements.
+// `any_strips`: CUDA only, the cast goes by strips wherever it can, also where another is chosen: for tests and
+// measurements.
 struct PairArgs {
   QuantizeArgs row, col;
   bool has_row, has_col;

@@ -225,7 +225,8 @@ FormatSpec random_fp4_format(int axis) {
   const bool square = one_in(4);
   const int across = square ? 16 : 1;
   const bool outer_rows = !square && one_in(3), rht = !square && one_in(2);
-  return {Element::e2m1, ScaleRule::e4m3_amax, axis, axis ? 16 : across, axis ? across : 16, false, 0.0f, outer_rows, rht, one_in(2)};
+  const int block_m = axis ? 16 : across, block_k = axis ? across : 16;
+  return {Element::e2m1, ScaleRule::e4m3_amax, axis, block_m, block_k, false, 0.0f, outer_rows, rht, one_in(2)};
 }
 
 // Makes a cast compute what it casts, SwiGLU or its gradient.

@@ -77,7 +77,8 @@ def cast_emulated(
     words = rng.words(x.shape[1])
     address = [kernels._ptr(t) for t in (sums, gate, words, rng.row_ids)]
     of_grad = () if grad is None else (grad.data_ptr(), grad.stride(0))
-    module.quantize_pair(*sides, *kernels._matrix(x), derived, *address, kernels._ptr(noop), 0, 0, *of_grad, any_strips=any_strips)
+    matrix = kernels._matrix(x)
+    module.quantize_pair(*sides, *matrix, derived, *address, kernels._ptr(noop), 0, 0, *of_grad, any_strips=any_strips)
 
 
 @pytest.mark.parametrize("row", FORMATS)
@@ -120,10 +121,12 @@ def test_nvfp4_in_registers(emulated, name):
 
 @pytest.mark.parametrize("any_strips", [False, True])
 def test_nvfp4_of_transposed_memory(emulated, any_strips):
-    """A kernel that sees the transpose writes scales apart from each other, and draws by the place in the tensor itself."""
+    """A kernel that sees the transpose writes scales apart from each other and draws by places in the tensor itself."""
     shared = ctypes.c_int.in_dll(ctypes.CDLL(emulated.__file__), "emulated_shared_bytes")
     x, transposed = cast_input(make_input("normal", (160, 256)), "bfloat16").T.contiguous().T, (False, True)
-    for names in (("nvfp4:sr", "nvfp4"), ("nvfp4", "nvfp4:rht,sr"), ("mxfp8_e4m3", "nvfp4:rht"), ("nvfp4:row_scaled", "nvfp4")):
+    for names in (
+        ("nvfp4:sr", "nvfp4"), ("nvfp4", "nvfp4:rht,sr"), ("mxfp8_e4m3", "nvfp4:rht"), ("nvfp4:row_scaled", "nvfp4")
+    ):  # fmt: skip
         outs = [empty(n, d, x, t) for n, d, t in zip(names, DIRECTIONS, transposed)]
         cast_emulated(emulated, outs, x, (None, None), new_rng("cpu", *x.shape), any_strips=any_strips)
         assert not any_strips or shared.value in (0, 32768, 65536)

@@ -9,8 +9,8 @@ import itertools
 
 import torch
 from test_cast_pair import (
-    FP4_STRIPS, LAYOUTS, NOOP_PAIRS, STRIP_COMPUTED, STRIP_FORMATS, WHOLE_ROWS, by_any_strips, check_fp4_strips, check_noop,
-    check_pair, check_strip_cases, check_whole_rows, empty, lay_out, new_states,
+    FP4_STRIPS, LAYOUTS, NOOP_PAIRS, STRIP_COMPUTED, STRIP_FORMATS, WHOLE_ROWS, by_any_strips, check_fp4_strips,
+    check_noop, check_pair, check_strip_cases, check_whole_rows, empty, lay_out, new_states,
 )  # fmt: skip
 from test_gated_cast import check_computed_strips
 

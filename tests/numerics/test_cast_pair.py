@@ -86,7 +86,7 @@ FP4_SHAPES = ((256, 128), (160, 272), (416, 144), (32, 16), (31, 48), (130, 136)
 
 
 def fp4_strip_cases(name):
-    """(x, (row, col), amaxes, rng): `name` as rows and as columns beside every other; amaxes None, usual, tiny, huge."""
+    """(x, (row, col), amaxes, rng): `name` as rows and as columns beside every other; amaxes None or of all sizes."""
     pairs = [(name, other) for other in FP4_BESIDE]
     pairs += [(other, name) for other in FP4_BESIDE if other not in FP4_STRIPS]
     for turn, (names, shape) in enumerate(itertools.product(pairs, FP4_SHAPES), 5 * FP4_STRIPS.index(name)):
@@ -285,7 +285,7 @@ def test_rows_and_columns_in_registers(device, row):
 @on_devices
 @pytest.mark.parametrize("name", FP4_STRIPS)
 def test_nvfp4_in_registers(device, name):
-    """By strips, though other kernels are chosen: amaxes known and not, of all sizes, huge numbers, cut tiles, random bits."""
+    """By strips, though other kernels are chosen: amaxes known and not, huge numbers, cut tiles, draws."""
 
     check_fp4_strips(name, device, by_any_strips)
 
