@@ -17,7 +17,7 @@ from .formats import ROWWISE
 from .grouped_at_once import GroupedCall, call_for_gradient
 from .lean import takes_payloads
 from .linear import LOCAL, LinearCall
-from .ops_triton.launch import as_rows
+from .ops_triton.launch import as_rows, packed
 from .ops_triton.permute import scatter
 from .ops_triton.swiglu import gradient, product, swiglu, weighted_gradient, weighted_product, weighted_swiglu
 from .permutation import RowMap
@@ -111,7 +111,7 @@ class WeightedSwigluCast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weights, where: RowMap | None, forth: GroupedCall | None, back: GroupedCall | None):
-        x, weights = as_rows(x), weights.contiguous()
+        x, weights = as_rows(x), packed(weights)
         ctx.save_for_backward(x, weights)
         ctx.where, ctx.back = where, back
         if forth is None:

@@ -82,7 +82,7 @@ def _where(t: torch.Tensor) -> tuple[int, int]:
     return 0, torch.get_num_threads()
 
 
-def _in_memory(x: torch.Tensor) -> torch.Tensor:
+def in_memory(x: torch.Tensor) -> torch.Tensor:
     """`x`; of a view that stands for the negative of what lies in memory (the imaginary part of a conjugate) a copy that is."""
     return x.resolve_neg() if x.is_neg() else x
 
@@ -120,7 +120,7 @@ def amax(x: torch.Tensor, fmt: Format, direction: str, out: torch.Tensor) -> tor
     if traced(x):
         _operators().amax_(x, str(fmt), direction, out)
         return out
-    x = _in_memory(x)
+    x = in_memory(x)
     extension(x.device.type).amax(spec(fmt, direction, x.device), *_matrix(x), out.data_ptr(), *_where(x))
     return out
 
@@ -140,7 +140,7 @@ def quantize(x, fmt, direction, *, qdata, scale, amax=None, transposed=False, fi
     if traced(x):
         _operators().quantize_(x, str(fmt), direction, qdata, scale, amax, transposed, fixed_scale, rng, row_ids, noop)
         return
-    x = _in_memory(x)
+    x = in_memory(x)
     extension(x.device.type).quantize(
         spec(fmt, direction, x.device), *_matrix(x), _ptr(qdata), transposed, _ptr(scale), _ptr(amax), fixed_scale,
         _ptr(rng), _ptr(row_ids), _ptr(noop), *_where(x)
@@ -194,7 +194,7 @@ def quantize_pair(x, row: Side | None, col: Side | None, *, derived=False, rng=N
             if side is not None:
                 _quantize_side(x, direction, side, rng, row_ids, noop)
         return
-    x = _in_memory(x)
+    x = in_memory(x)
     scratch = None if row is None else row.scratch(x.shape[0])
     rows = None if row is None else row.arguments(ROWWISE, x.device, scratch)
     cols = None if col is None else col.arguments(COLUMNWISE, x.device, None)
@@ -218,7 +218,7 @@ def cast_directions(
     gate: a tensor of x's dtype, shape and strides: `silu(gate) * x`.
     grad: (M, K / 2) of x's dtype, its last dimension contiguous: the gradient of `silu(x[:, : K / 2]) * x[:, K / 2 :]`.
     """
-    (M, K), x = x.shape, _in_memory(x)
+    (M, K), x = x.shape, in_memory(x)
     extension(x.device.type).quantize_pair(
         row, col, x.data_ptr(), SOURCE_CODES[x.dtype], M, K, *x.stride(), False, _ptr(sums), _ptr(gate), _ptr(rng),
         _ptr(row_ids), 0, *_where(x), *_of_grad(grad)
@@ -236,7 +236,7 @@ def cast_groups(
     gate, grad: as `cast_directions`'s, of 16-bit tensors; weights: what `weights_of` gives, by which `silu(gate) * x`
     is multiplied before it is rounded.
     """
-    x = _in_memory(x)
+    x = in_memory(x)
     extension(x.device.type).quantize_pair(
         row, col, *_matrix(x), False, 0, _ptr(gate), 0, 0, 0, *_where(x), *_of_grad(grad), groups=groups, weights=weights
     )
@@ -259,7 +259,7 @@ def amax_groups(
 ) -> tuple[torch.Tensor, int, int]:
     """(memory, address of the columns' amaxes (E, K) in it, of the rows' (T, 1) or 0) as `cast_groups` takes them, of
     what it will cast of `x` (M, K), in one read; on CUDA only."""
-    num, num_rows, K, x = groups[2], groups[4], x.shape[1], _in_memory(x)
+    num, num_rows, K, x = groups[2], groups[4], x.shape[1], in_memory(x)
     found = torch.zeros(num * K + (num_rows if rows else 0), dtype=torch.float32, device=x.device)
     columns = found.data_ptr()
     of_rows = columns + 4 * num * K if rows else 0

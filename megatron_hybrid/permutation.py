@@ -12,7 +12,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from . import ops_triton
-from .ops_triton.launch import as_rows
+from .ops_triton.launch import as_rows, packed
 
 _SUMMED = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -267,7 +267,7 @@ class _Pick(torch.autograd.Function):
         if _has_triton(grad):
             from .ops_triton import permute
 
-            return permute.scatter(grad.contiguous(), ctx.where.choice, size).view(ctx.shape), None
+            return permute.scatter(packed(grad), ctx.where.choice, size).view(ctx.shape), None
         choice = ctx.where.choice.long()
         out = grad.new_zeros(size + 1)  # the last for rows that nothing chose
         return out.index_copy_(0, choice % (size + 1), grad.contiguous())[:-1].view(ctx.shape), None

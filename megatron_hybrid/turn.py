@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 
 from . import ops_triton
-from .kernels import traced
+from .kernels import in_memory, traced
 
 _LEAST = 1 << 22  # bytes; below it Triton's launch costs more than the kernel saves
 _SIZES = (1, 2, 4)  # bytes of an element that the kernel takes
@@ -18,6 +18,7 @@ def turned(x: torch.Tensor) -> torch.Tensor:
         return x.transpose(-2, -1).contiguous()
     from .ops_triton.turn import turn
 
+    x = in_memory(x)
     return turn(x) if x.dim() == 3 else turn(x.unsqueeze(0)).squeeze(0)
 
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .launch import as_rows, cdiv, on_device
+from .launch import as_rows, cdiv, on_device, packed
 
 _BLOCK = 4096
 
@@ -54,7 +54,7 @@ class CrossEntropyFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, target, group):
-        logits, target = logits.contiguous(), target.contiguous()
+        logits, target = packed(logits), target.contiguous()
         rows = as_rows(logits)
         (M, V), first = rows.shape, 0
         out = torch.empty(3, M, dtype=torch.float32, device=rows.device)
@@ -80,7 +80,7 @@ class CrossEntropyFunction(torch.autograd.Function):
         logits, target, log_sum = ctx.saved_tensors
         rows = as_rows(logits)
         M, V = rows.shape
-        dloss = dloss.contiguous().float()
+        dloss = packed(dloss).float()
         with on_device(logits):
             _loss_gradient[M, cdiv(V, _BLOCK)](
                 rows, target, log_sum, dloss, rows.stride(0), ctx.first, V=V, BLOCK=_BLOCK, num_warps=8

@@ -6,6 +6,8 @@ import contextlib
 
 import torch
 
+from ..kernels import in_memory
+
 _HERE = contextlib.nullcontext()
 
 
@@ -26,8 +28,15 @@ def power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def packed(x: torch.Tensor) -> torch.Tensor:
+    """x as numbers that lie in memory, one after another."""
+    return in_memory(x).contiguous()
+
+
 def as_rows(x: torch.Tensor) -> torch.Tensor:
-    """x (..., N) as (rows, N) with adjacent elements adjacent in memory; a view where that is possible."""
+    """x (..., N) as (rows, N) with adjacent elements adjacent in memory, as numbers that lie there; a view where that is
+    possible."""
+    x = in_memory(x)
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 else x.contiguous()

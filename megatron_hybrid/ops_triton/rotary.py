@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .launch import on_device, power_of_2
+from .launch import on_device, packed, power_of_2
 
 _HEADS = 16  # a tile
 
@@ -104,7 +104,7 @@ class SplitRotateFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, mixed, cos, sin, groups, head_size):
-        mixed = mixed.contiguous()
+        mixed = packed(mixed)
         S, B, width = mixed.shape
         heads = width // head_size - 2 * groups
         q, k, v = (mixed.new_empty(S, B, n, head_size) for n in (heads, groups, groups))
@@ -116,7 +116,7 @@ class SplitRotateFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        q, k, v = (g.contiguous() for g in grads)
+        q, k, v = (packed(g) for g in grads)
         mixed = q.new_empty(ctx.shape)
         _run(mixed, *ctx.saved_tensors, q, k, v, backward=True)
         return mixed, None, None, None, None

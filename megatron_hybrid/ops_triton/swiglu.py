@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from .launch import as_rows, cdiv, on_device, power_of_2
+from .launch import as_rows, cdiv, on_device, packed, power_of_2
 from .sums import column_sum
 
 _BLOCK = 2048
@@ -167,7 +167,7 @@ class WeightedSwigluFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weights, where):
-        x, weights = as_rows(x), weights.contiguous()
+        x, weights = as_rows(x), packed(weights)
         ctx.save_for_backward(x, weights)
         ctx.where = where
         return weighted_product(x, weights, where)

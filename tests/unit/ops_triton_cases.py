@@ -472,6 +472,34 @@ def near_products(found, operands, dtype, fast, added):
         within(got, exact + added, half_ulp(dtype), (lost + (K / 128 + 8) * U32) * size + 4 * U32 * (size + added))
 
 
+def check_views_that_negate_what_is_in_memory(device):
+    gamma, angles = torch.ones(96, device=device), torch.zeros(1, 1, 1, 16, device=device)
+    target = torch.arange(5, device=device) * 7
+    functions = {
+        "norm": lambda x: norm.norm(x, gamma, eps=1e-5, centered=False, dtype=FP32),
+        "swiglu": swiglu.swiglu,
+        "weighted": lambda x: swiglu.weighted_swiglu(x, gamma[:5]),
+        "rotary": lambda x: torch.cat(split_rotated(x.expand(1, *x.shape), angles)),
+        "loss": lambda x: cross_entropy.cross_entropy(x, target),
+        "sums": lambda x: sums.column_sum(x.detach()),
+    }
+    made = randn(5, 96, seed=1, device=device, dtype=FP32)
+    for name, f in functions.items():
+        ends = []
+        for view in (torch.clone, lambda t: torch._neg_view(-t)):
+            x = made.clone().requires_grad_()
+            y = f(view(x))
+            if y.requires_grad:
+                y.backward(view(torch.ones_like(y) / 3))
+            ends.append((y.detach(), x.grad))
+        for plain, seen in zip(*ends):
+            assert plain is seen or torch.equal(plain, seen), name
+
+
+def split_rotated(mixed, angles):
+    return [t.flatten(2) for t in rotary.split_rotate(mixed, angles, groups=1, head_size=32)]
+
+
 def check_results_repeat(device):
     """The same bits every time, sums over rows included."""
 
