@@ -108,7 +108,7 @@ TABLE = {
         ["--num-experts", "4", "--moe-router-topk", "9"], ["--moe-router-topk 9 of --num-experts 4: there are not as many"],
     ),
     "tracker_of_nothing": (["--load", "{folder}/tracker"], ["latest_checkpointed_iteration.txt: an iteration or", "'abc'"]),
-    "damaged_checkpoint": (["--load", "{folder}/damaged"], ["in", "damaged cannot be read: TypeError: Checkpointing"]),
+    "damaged_checkpoint": (["--load", "{folder}/damaged"], ["iter_0000005/.metadata cannot be read: Ran out of input", "copy"]),
     "fp16_precision_aware": (
         ["--fp16", "--use-precision-aware-optimizer", "--optimizer-cpu-offload"],
         ["--use-precision-aware-optimizer beside --fp16 and --clip-grad 1: Megatron clips no gradients in FP16"],

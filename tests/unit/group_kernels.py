@@ -37,7 +37,8 @@ Quantize = struct("Quantize", spec=Spec, x=Matrix, out=Payload, fixed_scale=ctyp
 Groups = struct("Groups", ends=POINTER, blocks=POINTER, groups=I64, count=I64, rows=I64, choice=POINTER, parts=I64)
 Weights = struct("Weights", data=POINTER, dtype=I32, places=POINTER, dots=POINTER)
 Pair = struct("Pair", row=Quantize, col=Quantize, has_row=ctypes.c_bool, has_col=ctypes.c_bool, derived=ctypes.c_bool,
-              sums=POINTER, gate=POINTER, grad=POINTER, grad_stride=I64, groups=Groups, weights=Weights)  # fmt: skip
+              sums=POINTER, gate=POINTER, grad=POINTER, grad_stride=I64, groups=Groups, weights=Weights,
+              any_strips=ctypes.c_bool)  # fmt: skip
 GroupAmax = struct("GroupAmax", cast=Pair, of_columns=POINTER, of_rows=POINTER)
 Where = struct("Where", stream=ctypes.c_size_t, threads=ctypes.c_int)
 Multiply = struct("Multiply", a=POINTER, b=POINTER, a_scale=POINTER, b_scale=POINTER, out=POINTER, ends=POINTER,
