@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import io
 import json
 import pickle
@@ -67,8 +68,7 @@ class Checkpoint:
         """Whole tensors on the CPU, from whatever shards they were written in. Raises `CheckpointError`."""
         import torch.distributed.checkpoint as dcp
 
-        _check_whole(self.folder, self._metadata)
-        entries = self._metadata.state_dict_metadata
+        entries = self._entries
         missing = [name for name in names if name not in entries]
         if missing:
             raise CheckpointError(f"{self.folder} has no tensor {missing[0]} (found: {', '.join(self.tensors())})")
@@ -80,6 +80,12 @@ class Checkpoint:
             except dcp.api.CheckpointException as error:  # which is no Exception
                 raise CheckpointError(f"{self.folder} cannot be read: {reasons(error)}") from None
         return state
+
+    @functools.cached_property
+    def _entries(self) -> dict:
+        """What is stored, by name. Looks once whether the files are all there."""
+        _check_whole(self.folder, self._metadata)
+        return self._metadata.state_dict_metadata
 
     def _read_common(self) -> dict:
         old = self.folder / "common.pt"  # Megatron-Core up to 0.16

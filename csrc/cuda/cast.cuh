@@ -465,28 +465,27 @@ void launch_groups(const CastArgs& args, Kind row, const Where& where) {
 template <class T>
 constexpr bool kHasPlainFp4 = std::is_same_v<T, BFloat16>;
 
-template <class T, Kind row>
-void launch_row(const CastArgs& args, Kind col, const Where& where) {
-  switch (col) {
-    case Kind::none: return launch_kinds<T, row, Kind::none>(args, where);
-    case Kind::fp8: return launch_kinds<T, row, Kind::fp8>(args, where);
+template <Kind kind>
+using KindOf = std::integral_constant<Kind, kind>;
+
+// Calls f with the `KindOf` that kernels of T are compiled for.
+template <class T, class F>
+void by_kind(Kind kind, F&& f) {
+  switch (kind) {
+    case Kind::none: return f(KindOf<Kind::none>{});
+    case Kind::fp8: return f(KindOf<Kind::fp8>{});
     case Kind::fp4:
-      if constexpr (kHasPlainFp4<T>) return launch_kinds<T, row, Kind::fp4>(args, where);
+      if constexpr (kHasPlainFp4<T>) return f(KindOf<Kind::fp4>{});
       [[fallthrough]];
-    case Kind::fp4_mixed: return launch_kinds<T, row, Kind::fp4_mixed>(args, where);
+    case Kind::fp4_mixed: return f(KindOf<Kind::fp4_mixed>{});
   }
 }
 
 template <class T>
 void launch_cast(const CastArgs& args, Kind row, Kind col, const Where& where) {
-  switch (row) {
-    case Kind::none: return launch_row<T, Kind::none>(args, col, where);
-    case Kind::fp8: return launch_row<T, Kind::fp8>(args, col, where);
-    case Kind::fp4:
-      if constexpr (kHasPlainFp4<T>) return launch_row<T, Kind::fp4>(args, col, where);
-      [[fallthrough]];
-    case Kind::fp4_mixed: return launch_row<T, Kind::fp4_mixed>(args, col, where);
-  }
+  by_kind<T>(row, [&](auto r) {
+    by_kind<T>(col, [&](auto c) { launch_kinds<T, decltype(r)::value, decltype(c)::value>(args, where); });
+  });
 }
 
 }  // namespace mh::cuda

@@ -11,29 +11,6 @@
 
 namespace mh::cuda {
 
-// Bits of `one` where the mask is set and of `other` where it is not, by one instruction.
-template <uint32_t mask>
-__device__ __forceinline__ uint32_t select_bits(uint32_t one, uint32_t other) {
-#if defined(__CUDACC__)
-  uint32_t bits;
-  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(one), "r"(other), "n"(mask));
-  return bits;
-#else
-  return (one & mask) | (other & ~mask);
-#endif
-}
-
-// 1 / x of a number from 1 up to 2, about as near as FP32 has it.
-__device__ __forceinline__ float approximate_inverse(float x) {
-#if defined(__CUDACC__)
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
-  return inverse;
-#else
-  return 1.0f / x;
-#endif
-}
-
 // A half word here is a sign and, from bit 9 up, a magnitude: E2M1's three bits in the upper byte, above a first bit of
 // fraction. FP16 numbers below 2^-14 are evenly spaced and those above have the spacing of its powers of two, as E2M1's
 // are around 1: x 2^-14 in FP16 has the bits of x's code, with nine more of a fraction.
@@ -49,20 +26,6 @@ __device__ __forceinline__ uint32_t nearest_halves(float low, float high) {
   return multiply_halves(store_pair<Float16>(low * kSpread, high * kSpread), kBack << 16 | kBack);
 }
 
-// The same of numbers whose half words go to the nearest code with ties up, by cutting.
-__device__ __forceinline__ uint32_t cut_halves(float low, float high) {
-#if defined(__CUDACC__)
-  uint32_t pair;
-  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-  return pair;
-#else
-  const auto cut = [](float x) {
-    const uint32_t near = Float16::store(x);
-    return near - (fabsf(Float16::load(static_cast<uint16_t>(near))) > fabsf(x));
-  };
-  return cut(low) | cut(high) << 16;
-#endif
-}
 
 // Codes of four pairs of numbers (a number and the next but one): eight nibbles, the first in the lowest.
 struct HalfWords {
@@ -78,23 +41,12 @@ struct HalfWords {
   }
 };
 
-// The nearest codes of eight numbers of magnitudes below 7.
-__device__ __forceinline__ uint32_t nearest_codes(const float (&y)[8]) {
-  const HalfWords h = {{nearest_halves(y[0], y[2]), nearest_halves(y[4], y[6])},
-                       {nearest_halves(y[1], y[3]), nearest_halves(y[5], y[7])}};
-  return h.codes();
-}
-
 // A number of magnitude below 7, rounded down to FP32's steps below 2^-126 (e2m1_stochastic), plus one of two draws
 // less 64 * 65535: its code is in bits 22 to 25, under the sign's. `inverted`: two draws, each of them 65535 less the
 // random bits.
 __device__ __forceinline__ uint32_t add_draw(float y, uint32_t inverted, bool upper) {
   const uint32_t bits = float_bits(__fmul_rz(y, 0x1p-126f));
-#if defined(__CUDACC__)
-  return __dp2a_lo(inverted, upper ? 64u << 8 : 64u, bits);
-#else
-  return (upper ? inverted >> 16 : inverted & 0xffffu) * 64u + bits;
-#endif
+  return dot_halves(inverted, upper ? 64u << 8 : 64u, bits);
 }
 
 // Stochastic codes of eight such sums.
@@ -178,7 +130,7 @@ __device__ __forceinline__ void encode_nearest(float (&x)[kLine], float mult, ui
                                                uint32_t (&out)[2]) {
   uint32_t h[kLine / 2];
   if (tie_free && !is_rare_scale(scale))
-    encode_halves(x, mult * 0x1p-14f, cut_halves, h);
+    encode_halves(x, mult * 0x1p-14f, cut_pair, h);  // ties go up
   else
     encode_halves(x, prepare_line<false>(x, mult, scale), nearest_halves, h);
   pack_halves(h, out);
@@ -219,28 +171,14 @@ __device__ __forceinline__ void encode_stochastic_along(float (&x)[kLine], float
 // are multiples of 2^-133 or more. Returns the bits of the transform's amax, of any NaN where it has one.
 __device__ __forceinline__ int32_t turn_line(float (&x)[kLine]) {
   constexpr int kHalf = kLine / 2;
-  MH_UNROLL
-  for (int i = 0; i < kLine; ++i)
-    if (kHadamardSigns >> i & 1) x[i] = -x[i];
-  MH_UNROLL
-  for (int step = 1; step < kHalf; step *= 2) {
-    MH_UNROLL
-    for (int i = 0; i < kLine; ++i) {
-      if (i & step) continue;
-      const float a = x[i], b = x[i + step];
-      x[i] = a + b, x[i + step] = a - b;
-    }
-  }
+  hadamard_signs(x);
+  hadamard_sums<1, kHalf>(x);
   // |a| + |b| is the larger of |a + b| and |a - b|, unless it is Inf, where one of them may be NaN
   const auto larger = [&](int i) { return float_bits(fabsf(x[i]) + fabsf(x[i + kHalf])); };
   uint32_t most = 0;
   MH_UNROLL
   for (int i = 0; i < kHalf; i += 2) most = max(max(most, larger(i)), larger(i + 1));  // one instruction
-  MH_UNROLL
-  for (int i = 0; i < kHalf; ++i) {
-    const float a = x[i], b = x[i + kHalf];
-    x[i] = a + b, x[i + kHalf] = a - b;
-  }
+  hadamard_sums<kHalf, kLine>(x);
   if (most >= static_cast<uint32_t>(kInfBits)) return line_amax(x);
   return abs_bits(bits_float(most) * 0.25f);
 }

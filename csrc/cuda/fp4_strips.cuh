@@ -357,7 +357,8 @@ constexpr int kFp4StripBlocks =
 
 // Casts a tile. FP8 is cast as cast_strips does (strip_kernels.cuh).
 template <class T, Kind row, Kind col>
-__device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
+__global__ void __launch_bounds__(kThreads, (kFp4StripBlocks<T, row, col>))
+    cast_fp4_strips(const __grid_constant__ StripArgs args) {
   constexpr bool kRow8 = row == Kind::fp8, kCol8 = col == Kind::fp8, kRow4 = kIsFp4<row>, kCol4 = kIsFp4<col>;
   MH_DYNAMIC_SHARED(WarpRows, of_warps);  // draws of all warps, if there are any, then rows
   __shared__ Fp4Shared<T, kRow8 || kCol8> shared;
@@ -410,12 +411,6 @@ __device__ __forceinline__ void cast_fp4_strip(const StripArgs& args) {
     __syncthreads();
     put_fp4_columns(a.col, t, sh.staged());
   }
-}
-
-template <class T, Kind row, Kind col>
-__global__ void __launch_bounds__(kThreads, (kFp4StripBlocks<T, row, col>))
-    cast_fp4_strips(const __grid_constant__ StripArgs args) {
-  cast_fp4_strip<T, row, col>(args);
 }
 
 }  // namespace mh::cuda

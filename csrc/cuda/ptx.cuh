@@ -55,6 +55,21 @@ __device__ __forceinline__ uint32_t store_pair(float lo, float hi) {
 #endif
 }
 
+// Two numbers as a pair of FP16, cut off toward 0; `low` in the low half.
+__device__ __forceinline__ uint32_t cut_pair(float low, float high) {
+#if defined(__CUDACC__)
+  uint32_t pair;
+  asm("cvt.rz.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+#else
+  const auto cut = [](float x) {
+    const uint32_t near = Float16::store(x);
+    return near - (fabsf(Float16::load(static_cast<uint16_t>(near))) > fabsf(x));
+  };
+  return cut(low) | cut(high) << 16;
+#endif
+}
+
 // Of two pairs of 16-bit numbers, the larger magnitudes, NaN where one of them is NaN. Signs are left to chance.
 template <class T>
 __device__ __forceinline__ uint32_t max_magnitudes(uint32_t a, uint32_t b) {
@@ -119,6 +134,38 @@ __device__ __forceinline__ uint32_t multiply_halves(uint32_t a, uint32_t b) {
   const uint32_t low = Float16::store(Float16::load(static_cast<uint16_t>(a)) * Float16::load(static_cast<uint16_t>(b)));
   const uint32_t high = Float16::store(Float16::load(static_cast<uint16_t>(a >> 16)) * Float16::load(static_cast<uint16_t>(b >> 16)));
   return low | high << 16;
+#endif
+}
+
+// Bits of `one` where the mask is set and of `other` where it is not, by one instruction.
+template <uint32_t mask>
+__device__ __forceinline__ uint32_t select_bits(uint32_t one, uint32_t other) {
+#if defined(__CUDACC__)
+  uint32_t bits;
+  asm("lop3.b32 %0, %1, %2, %3, 0xe4;" : "=r"(bits) : "r"(one), "r"(other), "n"(mask));
+  return bits;
+#else
+  return (one & mask) | (other & ~mask);
+#endif
+}
+
+// 1 / x of a number from 1 up to 2, about as near as FP32 has it.
+__device__ __forceinline__ float approximate_inverse(float x) {
+#if defined(__CUDACC__)
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  return inverse;
+#else
+  return 1.0f / x;
+#endif
+}
+
+// c plus the products of a's 16-bit halves with the two lower bytes of b.
+__device__ __forceinline__ uint32_t dot_halves(uint32_t a, uint32_t b, uint32_t c) {
+#if defined(__CUDACC__)
+  return __dp2a_lo(a, b, c);
+#else
+  return (a & 0xffffu) * (b & 0xffu) + (a >> 16) * (b >> 8 & 0xffu) + c;
 #endif
 }
 

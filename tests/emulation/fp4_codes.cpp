@@ -22,6 +22,13 @@ bool fails(const char* what, float x, float mult, uint32_t found, uint32_t wante
 
 uint32_t code_of(const uint32_t (&codes)[2], int e) { return codes[e / 8] >> (e % 8 * 4) & 15u; }
 
+// The nearest codes of eight numbers of magnitudes below 7.
+uint32_t nearest_codes(const float (&y)[8]) {
+  const HalfWords h = {{nearest_halves(y[0], y[2]), nearest_halves(y[4], y[6])},
+                       {nearest_halves(y[1], y[3]), nearest_halves(y[5], y[7])}};
+  return h.codes();
+}
+
 // Below 1/32 one number in a thousand.
 bool magnitudes_fail() {
   float y[8];
