@@ -3,8 +3,8 @@
     python scripts/bench_cast.py [--rows 16384 --cols 8192] [--json OUT] [--only mxfp8] [--any-strips]
 
 Every row rotates among inputs larger than the L2. Results at full size, in memory that was poisoned before, are compared
-with the CPU kernels' byte for byte (`--no-check` leaves that out). `--any-strips`: casts to NVFP4 once more by strips,
-which they do not take otherwise (`kFp4Strips` in csrc/cuda/strip_casts.cuh).
+with the CPU kernels' byte for byte (`--no-check` leaves that out). `--any-strips`: casts to NVFP4 once more by strips
+wherever these can, also where csrc/cuda chooses another kernel.
 """
 
 from __future__ import annotations

@@ -214,17 +214,14 @@ struct StripScales {
   }
 };
 
-// NVFP4 (fp4_strips.cuh): written and compared with the CPU's bytes, not measured on a GPU yet.
-constexpr bool kFp4Strips = false;
-
 constexpr StripScales kStripScales[] = {
     {ScaleRule::fp32, 128, 1, true, true, true, false},    // fp8_block
     {ScaleRule::fp32, 0, 1, true, true, true, true},       // fp8_rowwise
     {ScaleRule::e8m0, 32, 1, true, true, true, false},     // mxfp8
     {ScaleRule::fp32, 0, 0, true, true, true, false},      // fp8_current, fp8_delayed
     {ScaleRule::fp32, 128, 128, true, true, true, false},  // fp8_block:2d
-    {ScaleRule::e4m3_amax, 16, 1, kFp4Strips, kFp4Strips, kFp4Strips, false},   // nvfp4
-    {ScaleRule::e4m3_amax, 16, 16, kFp4Strips, kFp4Strips, kFp4Strips, false},  // nvfp4:2d
+    {ScaleRule::e4m3_amax, 16, 1, true, true, true, false},   // nvfp4
+    {ScaleRule::e4m3_amax, 16, 16, true, true, true, false},  // nvfp4:2d
 };
 
 // Whether SwiGLU and its gradient are computed in strips of whole tensors.
@@ -238,6 +235,7 @@ inline bool has_strip_scales(const Direction& d, bool StripScales::*as, bool any
 }
 
 inline bool fits_rows(const Direction& d, bool alone, bool any = false) {
+  if (alone && !any && is_fp4(d) && d.spec.outer_rows) return false;  // looking for the rows' amaxes is all of the time
   const int width = is_fp4(d) ? kLine / 2 : kLaneCols;  // of a lane's codes
   const bool has_scales = has_strip_scales(d, alone ? &StripScales::rows : &StripScales::pairs, any);
   return has_scales && !d.transposed && d.width >= width;
