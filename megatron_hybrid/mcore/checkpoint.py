@@ -12,8 +12,11 @@ import io
 import json
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch.distributed as dist
 
 from ..checkpoint_file import RECORD, TRACKER, CheckpointError, check_files, folder_of, named_by, reasons
 from ..model_shape import flag_of
@@ -104,29 +107,45 @@ def nothing_to_load(args) -> list[str]:
 
 
 def check_tracker(args) -> None:
-    """Refuse a tracker that names no iteration, for which Megatron ends the run as if it were complete, or one that is not
-    there."""
+    """Refuse a tracker that names no iteration, for which Megatron ends the run as if it were complete, or one that is
+    not there or not all there. Rank 0 looks and all ranks raise: thousands need not ask for the sizes of thousands of files."""
+    fault = _told_by_first_rank(lambda: _fault_of_folder(args))
+    if fault is not None:
+        raise UserError(fault)
+
+
+def _told_by_first_rank(look: Callable[[], str | None]) -> str | None:
+    """What `look()` returns on rank 0, on every rank."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return look()
+    told = [look() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
+
+
+def _fault_of_folder(args) -> str | None:
     tracker = Path(args.load) / TRACKER
     if not tracker.is_file():  # in storage that Megatron reads by a client of its own
-        return
+        return None
     try:
         tracked = named_by(tracker)
     except CheckpointError as error:
-        raise UserError(str(error)) from None
+        return str(error)
     named = folder_of(args.ckpt_step) if args.ckpt_step else tracked
     folder = Path(args.load) / named
-    kind = folder / "metadata.json"
-    if kind.is_file() and "torch_dist" in kind.read_text(errors="replace") and not (folder / ".metadata").is_file():
-        raise UserError(f"the checkpoint in {args.load} cannot be read: {named} lacks its .metadata, as a copy that stopped does")
     if not folder.is_dir():
         there = sorted(path.name for path in Path(args.load).glob("iter_*")) or ["none"]
         by = f"--ckpt-step {args.ckpt_step}" if args.ckpt_step else TRACKER
-        raise UserError(f"--load {args.load}: no {named} in it, which {by} names; there: {', '.join(there)}")
+        return f"--load {args.load}: no {named} in it, which {by} names; there: {', '.join(there)}"
+    kind = folder / "metadata.json"
     if (folder / ".metadata").is_file():
         try:
             check_files(folder)
         except CheckpointError as error:
-            raise UserError(f"the checkpoint in {args.load} cannot be read: {error}; copy it again") from None
+            return f"the checkpoint in {args.load} cannot be read: {error}; copy it again"
+    elif kind.is_file() and "torch_dist" in kind.read_text(errors="replace"):
+        return f"the checkpoint in {args.load} cannot be read: {named} lacks its .metadata, as a copy that stopped does"
+    return None
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 import megatron_hybrid as mh
@@ -235,6 +236,22 @@ class TestTracker:
         (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:50])
         with pytest.raises(UserError, match="cannot be read: .*.metadata cannot be read: .*; copy it again"):
             self.check(tmp_path, b"5")
+
+    def test_the_first_rank_looks_and_all_refuse(self, tmp_path, monkeypatch):
+        (tmp_path / "iter_0000005").mkdir()
+        told = []
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_rank", lambda: 0)
+        monkeypatch.setattr(dist, "broadcast_object_list", lambda found, src: told.extend(found))
+        self.check(tmp_path, b"5")
+        with pytest.raises(UserError, match="no iter_0000007 in it"):
+            self.check(tmp_path, b"7")
+        monkeypatch.setattr(dist, "get_rank", lambda: 1)
+        monkeypatch.setattr(dist, "broadcast_object_list", lambda found, src: found.__setitem__(0, told.pop(0)))
+        elsewhere = SimpleNamespace(load=str(tmp_path / "not read"), ckpt_step=None)
+        check_tracker(elsewhere)
+        with pytest.raises(UserError, match="no iter_0000007 in it"):
+            check_tracker(elsewhere)
 
 
 class TestNothingToLoad:
