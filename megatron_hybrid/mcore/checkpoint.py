@@ -60,9 +60,10 @@ def check_resume(args, recipe: Recipe, config, *, switch: bool = False) -> list[
     """
     from megatron.training.checkpointing import checkpoint_exists
 
+    if args.load:  # the same on all ranks, whatever folders each of them sees
+        check_tracker(args)
     if not checkpoint_exists(args.load):
         return nothing_to_load(args)
-    check_tracker(args)
     saved = _saved_args(args)
     check_sizes(args, saved)
     check_schedule(args, saved)
