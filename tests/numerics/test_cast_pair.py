@@ -479,6 +479,43 @@ def test_exhaustive_e2m1(name):
             assert torch.equal(outs[0].qdata.cpu(), outs[1].qdata), f"{name} from {first:#x}"
 
 
+def block_patterns(dtype, amax: float, steps: int, below: int) -> torch.Tensor:
+    """(steps, 16 B): every number from `amax` down as the amax of blocks, which have beside it the `below` or more numbers
+    under it, of both signs."""
+    first = torch.tensor(amax, dtype=dtype).view(torch.int16).to(torch.int32)
+    blocks = -(-below // 15)
+    bits = first - torch.arange(steps, dtype=torch.int32).view(-1, 1, 1)
+    bits = bits - torch.arange(blocks * 15, dtype=torch.int32).view(1, blocks, 15)
+    most = (first - torch.arange(steps, dtype=torch.int32)).view(-1, 1, 1).expand(-1, blocks, 1)
+    x = torch.cat([most, bits], dim=2).clamp(min=0).to(torch.int16).view(dtype)
+    x[:, :, 2::3] *= -1
+    return x.reshape(steps, blocks * 16)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@no_gpu
+@pytest.mark.parametrize("name", ["nvfp4", "nvfp4:sr"])
+@pytest.mark.parametrize("dtype, mantissas, parts", [(torch.bfloat16, 128, 128), (torch.float16, 1024, 4)])
+def test_exhaustive_e2m1_of_16_bits(name, dtype, mantissas, parts):
+    """Every BF16 mantissa of a tensor's amax (of FP16 four), every amax of a block in the 16 powers of two below it, and every
+    number down to 2^-6 of that, along rows and along columns: all that a code is made of by the GPU's own instructions."""
+    fmt, steps, below = parse_format(name), 16 * mantissas, 6 * mantissas
+    for part in range(parts):
+        amax = 2.0 * (1.0 + part * (mantissas // parts) / mantissas)
+        x = block_patterns(dtype, amax, steps, below)
+        for direction, y in ((ROWWISE, x), (COLUMNWISE, x.t().contiguous())):
+            outs = []
+            for device in ("cuda", "cpu"):
+                rng = mh.Rng(5, 6, 7, 0, (0, 0, y.shape[1]), device=device)
+                on = y.to(device)
+                outs.append(empty(name, direction, on, direction == COLUMNWISE))
+                pair = (outs[-1], None) if direction == ROWWISE else (None, outs[-1])
+                known = torch.tensor(amax, device=device)
+                cast_pair(*pair, on, amax=(known, None) if direction == ROWWISE else (None, known), rng=rng if fmt.sr else None)
+            assert_same(outs[0], outs[1], f"{name} {direction} {dtype} under {amax}")
+
+
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, no_gpu])])
 @pytest.mark.parametrize("fmt", ["fp8_current_e4m3", "nvfp4"])
 def test_amax_of_columns_that_do_not_move(fmt, device):
